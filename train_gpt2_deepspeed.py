@@ -1,0 +1,1033 @@
+# ---
+# jupyter:
+#   jupytext:
+#     comment_magics: false
+# ---
+
+# %% [markdown]
+"""
+# Train GPT-2 with DeepSpeed, from one file
+
+Read it top to bottom, run it top to bottom, or copy from it: every cell is one idea.
+
+    deepspeed train_gpt2_deepspeed.py                      all GPUs of this host; on a CPU, a small model
+    deepspeed --num_gpus 2 train_gpt2_deepspeed.py         two processes (on a CPU, too)
+    torchrun --nproc_per_node 2 train_gpt2_deepspeed.py    the same, started by torch
+    python train_gpt2_deepspeed.py --max_steps 20          one process, no launcher
+    deepspeed train_gpt2_deepspeed.py --data 'books/*.txt' --model 355M --zero_stage 2 --dtype bf16
+    deepspeed --hostfile hosts train_gpt2_deepspeed.py     many hosts
+
+In Colab or Jupyter, run the cells. A run trains for two epochs and leaves checkpoints, TensorBoard
+files, a loss curve and a model for `from_pretrained` in `runs/gpt2/`.
+
+What to expect: the first loss is about ln(vocabulary), since a fresh model finds all tokens equally
+likely; anything else means wrong weights or wrong labels. On the synthetic data of the default run,
+the loss then falls to a floor that is known exactly.
+"""
+
+# %% tags=["active-ipynb"]
+# # Only a notebook runs this cell. Colab has torch already, and nothing here needs a compiler.
+# %pip install -q deepspeed transformers accelerate datasets tensorboard matplotlib
+
+# %%
+import argparse
+import contextlib
+import copy
+import dataclasses
+import datetime
+import difflib
+import glob
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import deepspeed
+import numpy as np
+import torch
+import transformers
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
+from torch import distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers.hf_argparser import HfArgumentParser
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+# %% [markdown]
+# ## Settings
+# What the run is: model, data, length, folders. How it is computed (batch, optimizer, precision, ZeRO)
+# is up to `ds_config.json`, of which the last group overrides single keys. In a notebook, write
+# `settings = Settings(epochs=1, zero_stage=2)` where the run cell parses the command line.
+
+
+# %%
+def print0(*args, **kwargs):
+    """`print` on global rank 0 only. It reads RANK, so it works before there is a process group."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*args, **kwargs, flush=True)
+
+
+class UserError(SystemExit):
+    """What the user gave cannot work: one line says what, why and what to do; exit status 2."""
+
+    def __init__(self, message):
+        super().__init__(2)
+        self.message = " ".join(str(message).split())
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(5)  # if rank 0 failed, too, it has spoken, and the launcher ends this one now
+        print(f"error: {self.message}", file=sys.stderr, flush=True)
+
+
+def option(default, text, **kwargs):
+    """A field of `Settings` with the default and the help of its command-line option."""
+    return dataclasses.field(default=default, metadata={"help": text}, **kwargs)
+
+
+@dataclasses.dataclass
+class Settings:
+    # model
+    model: str | None = option(None, "nano, 124M, 355M, 774M, 1.5B, or a folder or hub name to fine-tune")
+    seq_len: int | None = option(None, "tokens per sample (1024; nano: 128; fine-tuning: all positions)")
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, more time")
+    # data
+    data: list[str] | None = option(None, "files, quoted globs, one hub dataset, or synthetic")
+    tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
+    num_samples: int | None = option(None, "training samples: synthetic ones (4096), or a text's limit")
+    eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
+    # run
+    epochs: int = option(2, "passes over the data")
+    max_steps: int | None = option(None, "updates; replaces epochs, and the schedule spans it")
+    stop_after: int | None = option(None, "save and stop after so many updates of this run")
+    seed: int = option(1234, "of the weights, the order of the data, and the synthetic data")
+    output_dir: str = option("runs/gpt2", "for everything that the run writes")
+    log_every: int = option(10, "updates between log lines")
+    eval_every: int | None = option(None, "updates between evaluations (one epoch)")
+    save_every: int | None = option(None, "updates between checkpoints (one epoch)")
+    keep_checkpoints: int = option(2, "how many of the newest checkpoints stay")
+    resume: str = option("never", "never, auto (if there is a checkpoint), or a checkpoints folder")
+    prompt: str | None = option(None, "text that samples continue (held-out data)")
+    # DeepSpeed: as in the JSON, unless given
+    deepspeed_config: str | None = option(None, "the JSON (ds_config.json beside this file)")
+    zero_stage: Literal[0, 1, 2, 3] | None = option(None, "what ZeRO shards; 0: nothing")
+    offload: str | None = option(None, "none, optimizer, all (ZeRO-3) or nvme:FOLDER (ZeRO-3)")
+    dtype: Literal["fp16", "bf16", "fp32"] | None = option(None, "precision")
+    micro_batch: int | None = option(None, "samples per process and forward pass")
+    grad_accum: int | None = option(None, "micro-batches per update")
+    lr: float | None = option(None, "peak learning rate")
+
+    def __post_init__(self):
+        self.data = [self.data] if isinstance(self.data, str) else self.data or ["synthetic"]
+        lowest = {"seq_len": 2, "stop_after": 0, "seed": 0, "zero_stage": 0}
+        for name, value in vars(self).items():
+            if type(value) is int and value < lowest.get(name, 1):
+                raise UserError(f"--{name} {value}: must be at least {lowest.get(name, 1)}")
+        if not 0 < self.eval_fraction < 1:
+            raise UserError(f"--eval_fraction {self.eval_fraction}: must lie between 0 and 1")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise UserError(f"--lr {self.lr}: must be a positive number")
+        if not (self.offload or "none").startswith(("none", "optimizer", "all", "nvme:")):
+            raise UserError(f"--offload {self.offload}: give none, optimizer, all or nvme:FOLDER")
+
+
+def parse_settings(argv):
+    """`Settings` from a command line; the defaults in a notebook, whose arguments are not ours."""
+    if argv[0].endswith("kernel_launcher.py"):
+        return Settings()
+    parser = HfArgumentParser(Settings, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # launchers append it
+
+    def error(message):
+        raise UserError(f"{message}; see --help")
+
+    parser.error = error
+    settings, *_, unknown = parser.parse_args_into_dataclasses(
+        argv[1:], return_remaining_strings=True, look_for_args_file=False)
+    for name in unknown:
+        near = difflib.get_close_matches(name.split("=")[0], parser._option_string_actions, 1)
+        error(f"unknown argument {name}" + (f", did you mean {near[0]}?" if near else ""))
+    return settings
+
+
+# %%
+if __name__ == "__main__":
+    settings = parse_settings(sys.argv)
+    print0(f"Python {sys.version.split()[0]}, torch {torch.__version__}, deepspeed"
+           f" {deepspeed.__version__}, transformers {transformers.__version__}")
+
+# %% [markdown]
+# ## Processes and devices
+# A launcher starts one process per GPU and tells each its place in five environment variables. Without
+# one, as in a notebook, DeepSpeed would look for MPI and fail on a missing `mpi4py`: so what is missing
+# gets the values of a single process, and a free port. What is set is left alone.
+#
+# Trap: on a CPU, DeepSpeed compiles a shared-memory collective here (a minute, and a crash without a
+# compiler). Declared incompatible, it gives way to gloo.
+
+
+# %%
+def init_distributed():
+    """Join the process group: nccl on GPUs, gloo on CPUs. May be repeated. Returns (rank, ranks)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": probe.getsockname()[1]}
+    for name, value in single.items():
+        os.environ.setdefault(name, str(value))
+    deepspeed.utils.logger.setLevel("ERROR")  # the rest buries the run's own lines
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    if accelerator.device_name() == "cpu":  # each process its share of the cores, lest they collide
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    elif local_rank < accelerator.device_count():
+        accelerator.set_device(local_rank)
+    else:
+        raise UserError(f"no GPU for process {local_rank} of this host, which has"
+                        f" {accelerator.device_count()}: start one process per GPU")
+    try:  # so long may one rank tokenize while the others wait
+        deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(hours=2))
+    except RuntimeError as error:
+        if "in use" not in str(error):
+            raise
+        raise UserError(f"port {os.environ['MASTER_PORT']} is taken: give the launcher another"
+                        " --master_port") from error
+    return dist.get_rank(), dist.get_world_size()
+
+
+# %%
+if __name__ == "__main__":
+    rank, ranks = init_distributed()
+    print0(f"{ranks} process(es) on {get_accelerator().device_name()}, over {dist.get_backend()}")
+
+# %% [markdown]
+# ## `ds_config.json`, key by key
+#
+# | key | what it does, and the trap |
+# |---|---|
+# | `train_micro_batch_size_per_gpu` | samples per process and forward pass |
+# | `gradient_accumulation_steps` | forward passes per update. `train_batch_size`, their product with the number of processes, is left out: with all three the file works for one number only |
+# | `gradient_clipping` | largest global norm of the gradient |
+# | `optimizer` | AdamW: `torch_adam` is torch's own, `fused` its one-kernel form. DeepSpeed's would first be compiled, which needs nvcc |
+# | `scheduler` | warmup, then a cosine. Say the `warmup_type` (or it is logarithmic) and `warmup_min_ratio` (or it begins at 0). `total_num_steps` counts updates; the script fills it in |
+# | `fp16` | dynamic loss scaling: from 2^`initial_scale_power`, halved at an overflow (the update is skipped), doubled after `loss_scale_window` clean updates |
+# | `bf16` | better from Ampere on: the range of fp32, so there is no loss to scale |
+# | `zero_optimization` | `stage` 1 shards optimizer states, 2 gradients too, 3 parameters too |
+# | `tensorboard`, `wandb`, `csv_monitor` | monitors. DeepSpeed gives them learning rate and loss scale, but not the loss: that is for the script to write |
+#
+# DeepSpeed ignores a misspelt top-level key in silence, and finds a wrong value only once data and
+# model are built. So the config is rehearsed here: an engine is built from it around one tiny layer,
+# while `ReadKeys` notes which keys DeepSpeed asks for. What must be compiled is compiled now.
+
+
+# %%
+class ReadKeys(dict):
+    """A config that notes in `read` the keys that are asked for, present or not."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.read = set()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.read.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self  # DeepSpeed asks `key in config.keys()`
+
+
+def apply_settings(config, settings):
+    """Put the DeepSpeed group of `settings` into `config`, and a precision that the device has."""
+    zero, fp16, bf16 = (config.setdefault(key, {}) for key in ("zero_optimization", "fp16", "bf16"))
+    if settings.micro_batch or settings.grad_accum:
+        config.pop("train_batch_size", None)
+    for value, part, key in ((settings.micro_batch, config, "train_micro_batch_size_per_gpu"),
+                             (settings.grad_accum, config, "gradient_accumulation_steps"),
+                             (settings.zero_stage, zero, "stage"),
+                             (settings.lr, config["optimizer"].setdefault("params", {}), "lr")):
+        if value is not None:
+            part[key] = value
+    kind, _, folder = (settings.offload or "").partition(":")
+    for part, kinds, stages in (("offload_optimizer", ("optimizer", "all", "nvme"), (1, 2, 3)),
+                                ("offload_param", ("all", "nvme"), (3,))):
+        if kind:
+            zero.pop(part, None)
+        if kind in kinds:
+            zero[part] = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
+        if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) not in stages:
+            raise UserError(f"{part} needs ZeRO stage {' or '.join(map(str, stages))}: --zero_stage")
+
+    if settings.dtype is not None:
+        fp16["enabled"], bf16["enabled"] = settings.dtype == "fp16", settings.dtype == "bf16"
+    # By capability, since is_bf16_supported() is true even on a T4, which only emulates it.
+    old_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    if bf16.get("enabled") and old_gpu:
+        fp16["enabled"], bf16["enabled"] = True, False
+        print0("precision: fp16 instead of bf16, which GPUs have from Ampere on")
+    if fp16.get("enabled") and not get_accelerator().is_fp16_supported():
+        fp16["enabled"] = False
+        print0("precision: fp32 instead of fp16, which this CPU does not have")
+
+
+def complete_schedule(config, total_updates):
+    """Fill in the length of the schedule if it is open; shorten a warmup that outlasts the run."""
+    scheduler = config.get("scheduler") or {"type": ""}
+    kind, params = getattr(lr_schedules, scheduler["type"], None), scheduler.setdefault("params", {})
+    if kind and "total_num_steps" in inspect.signature(kind).parameters:
+        total = params.setdefault("total_num_steps", total_updates)
+        if params.get("warmup_num_steps", 1000) > total // 2:
+            params["warmup_num_steps"] = max(1, total // 10)
+            print0(f"warmup: only {params['warmup_num_steps']} of the {total} updates")
+
+
+def start_engine(model, parameters, config):
+    """`deepspeed.initialize`, and two things that it leaves to be done. Returns the engine."""
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()  # it lags by one call: the first update would run at rate 0
+    if hasattr(engine.optimizer, "check_overflow") and not engine.zero_use_cpu_optimizer():
+        # ZeRO looks for inf and NaN twice: in each gradient, with hundreds of small kernels, and in
+        # their global norm, where it finds the same, on all ranks at once. The norm is enough.
+        engine.optimizer.check_overflow = lambda partition_gradients=True: None
+    return engine
+
+
+def load_ds_config(settings):
+    """The DeepSpeed config of this run, a dict: the JSON and the overrides in `settings`, rehearsed."""
+    here = Path(globals().get("__file__", "notebook")).parent
+    path = Path(settings.deepspeed_config or here / "ds_config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name the JSON with --deepspeed_config") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("optimizer"), dict):
+        raise UserError(f"{path}: must be a JSON object that has an optimizer")
+    if '"auto"' in json.dumps(config):
+        raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
+    try:
+        apply_settings(config, settings)
+        rehearsal = ReadKeys(copy.deepcopy(config))
+        for monitor, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
+                                 ("wandb", "wandb"), ("comet", "comet_ml")):
+            if config.get(monitor, {}).get("enabled"):
+                if importlib.util.find_spec(package) is None:
+                    raise UserError(f"{path}: {monitor} is enabled, so run: pip install {package}")
+                rehearsal[monitor]["enabled"] = False
+                if monitor in ("tensorboard", "csv_monitor"):
+                    folder = {"output_path": settings.output_dir, "job_name": monitor}
+                    config[monitor] = folder | config[monitor]
+        complete_schedule(rehearsal, 10**6)
+        engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
+    except Exception as error:  # of many types; all are about the file
+        compiled = not config["optimizer"].get("params", {}).get("torch_adam")
+        hint = '; "torch_adam": true in optimizer.params needs no compiler' if compiled else ""
+        raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
+    for key in config:
+        if key not in rehearsal.read:
+            near = difflib.get_close_matches(key, rehearsal.read, 1)
+            raise UserError(f"{path}: DeepSpeed has no key {key!r}; did you mean {near or '?'}")
+    config.pop("train_batch_size", None)  # it may stand for the accumulation
+    config["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
+    config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
+    config["zero_optimization"]["stage"] = engine.zero_optimization_stage()
+    engine.destroy()
+    return config
+
+
+# %%
+if __name__ == "__main__":
+    ds_config = load_ds_config(settings)
+    micro_batch = ds_config["train_micro_batch_size_per_gpu"]
+    accumulation = ds_config["gradient_accumulation_steps"]
+    print0(f"DeepSpeed config: {json.dumps(ds_config)}")
+
+# %% [markdown]
+# ## GPU memory
+# *Allocated* is what tensors take, *reserved* what torch's caching allocator holds, *peak* the most
+# that was allocated since the last report: memory runs out at a peak, not at an average. On a CPU all
+# three are the resident memory (rss) of the process, and labelled so.
+
+
+# %%
+def memory_gib():
+    """`{allocated, reserved, peak, total}` of this process's device in GiB. Starts a new peak."""
+    device = get_accelerator()
+    sizes = {"allocated": device.memory_allocated(), "reserved": device.memory_reserved(),
+             "peak": device.max_memory_allocated(), "total": device.total_memory()}
+    device.reset_peak_memory_stats()
+    return {name: size / 2**30 for name, size in sizes.items()}
+
+
+def log_memory(label):
+    """Print the device memory of rank 0."""
+    kind = "rss" if get_accelerator().device_name() == "cpu" else "GPU memory"
+    sizes = ", ".join(f"{name} {size:.2f}" for name, size in memory_gib().items())
+    print0(f"{kind} {label}: {sizes} GiB")
+
+
+# %% [markdown]
+# ## Synthetic data with a known answer
+# Random tokens that imitate text: frequent and rare ones (Zipf's law), and a rule to discover. Each
+# token has one successor, which follows with probability `structure`; otherwise the next token is
+# drawn afresh. The entropy of this source is known exactly: the floor, where a perfect model ends.
+#
+# Trap: one generator per process would give all ranks the same samples. Here a sample depends on
+# (seed, index) only, so every rank, run and resume sees the same data.
+
+
+# %%
+class SyntheticTextDataset(Dataset):
+    """`num_samples` samples `{"input_ids": int64 (seq_len,)}` of ids below `vocab_size`.
+
+    `structure` is the probability of the rule, `zipf` the exponent of the frequencies; both 0: plain
+    uniform noise. `first` shifts the indices, to other samples of the same source.
+    """
+
+    def __init__(self, num_samples, seq_len, vocab_size, structure=0.9, zipf=1.0, seed=0, first=0):
+        self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
+        self.structure, self.seed, self.first = structure, seed, first
+        rng = np.random.default_rng(seed)
+        self.cycle = rng.permutation(vocab_size)  # a token's successor is the next one in this cycle,
+        self.place = np.argsort(self.cycle)  # so k successors on is k places on
+        frequency = rng.permutation((1.0 + np.arange(vocab_size)) ** -zipf)
+        self.fresh = frequency / frequency.sum()  # probability of a fresh draw, by place
+
+    def entropy_floor(self):
+        """Loss of a perfect model in nats per token: H(next | last), averaged over a sample."""
+
+        def x_log_x(x):
+            return x * np.log(np.maximum(x, 1e-300))
+
+        draw = (1 - self.structure) * self.fresh
+        hit = np.roll(draw, -1)  # by last place: the chance that a fresh draw is the successor
+        entropy = x_log_x(hit) - x_log_x(hit + self.structure) - x_log_x(draw).sum()
+        at, floors = self.fresh, []  # the distribution of the last place, step by step
+        for _ in range(self.seq_len - 1):
+            floors.append(at @ entropy)
+            at = self.structure * np.roll(at, 1) + draw
+        return float(np.mean(floors))
+
+    def follows_rule(self, tokens):
+        """Share of the steps within the ids `tokens` that go to the successor."""
+        return float((np.diff(self.place[np.asarray(tokens)]) % self.vocab_size == 1).mean())
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        rng, step = np.random.default_rng((self.seed, self.first + index)), np.arange(self.seq_len)
+        draws = rng.choice(self.vocab_size, self.seq_len, p=self.fresh)
+        fresh = rng.random(self.seq_len) >= self.structure
+        last = np.maximum.accumulate(np.where(fresh, step, 0))  # the step of the last fresh draw
+        return {"input_ids": torch.from_numpy(self.cycle[(draws[last] + step - last) % self.vocab_size])}
+
+
+# %%
+if __name__ == "__main__":
+    example = SyntheticTextDataset(num_samples=8, seq_len=128, vocab_size=1024)
+    print0(f"synthetic: {example[0]['input_ids'][:12].tolist()}… entropy floor"
+           f" {example.entropy_floor():.3f} of ln(1024) = {math.log(1024):.3f} nats per token")
+
+# %% [markdown]
+# ## Real text
+# Documents are tokenized once, each followed by an end-of-text token, joined, and cut into full blocks,
+# so there is no padding to leak into the loss. The blocks lie memory-mapped in the cache of `datasets`:
+# a corpus larger than RAM costs no more memory, the ranks of a host share one copy, and a second run
+# starts at once. The last blocks are held out.
+#
+# Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns token t+2.
+
+
+# %%
+def load_tokenizer(name):
+    """GPT-2's BPE, any folder or hub name, or `byte`: ByT5's 256 bytes and 128 special ids."""
+    try:
+        tokenizer = transformers.ByT5Tokenizer() if name == "byte" else AutoTokenizer.from_pretrained(name)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("it has no end-of-text token")
+    except Exception as error:  # of the hub, of files, of formats: other types in each version
+        raise UserError(f"--tokenizer {name}: not usable, here or on the hub"
+                        f" ({str(error)[:200]}); byte needs no download") from error
+    tokenizer.model_max_length = 10**9  # no document is too long: blocks are cut afterwards
+    return tokenizer
+
+
+def read_text(files):
+    """Yield text files in pieces of about 64 KiB that end with a line; `last` marks a file's end."""
+    for path, *_ in files:
+        with open(path, encoding="utf-8") as file:
+            piece = "".join(file.readlines(2**16))
+            while piece:
+                following = "".join(file.readlines(2**16))
+                yield {"text": piece, "last": not following}
+                piece = following
+
+
+def load_text_dataset(names, tokenizer, seq_len):
+    """Blocks `{"input_ids": int64 (seq_len,)}` of text files (one document each), of .jsonl, .csv or
+    .parquet files or a hub dataset with a column `text` (one document a row). Cached."""
+    import datasets  # here, since it takes a second for which a synthetic run need not wait
+
+    def pack(rows):
+        ids = tokenizer(rows["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ends = rows.get("last", [True] * len(ids))
+        stream = [i for row, end in zip(ids, ends) for i in row + [tokenizer.eos_token_id] * end]
+        starts = range(0, len(stream) - seq_len + 1, seq_len)
+        return {"input_ids": [stream[start:start + seq_len] for start in starts]}
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    files = sorted({path for name in names for path in glob.glob(name, recursive=True)})
+    formats = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    kinds = {formats.get(Path(path).suffix, "text") for path in files}
+    try:
+        if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
+            stamped = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files]
+            documents = datasets.Dataset.from_generator(read_text, gen_kwargs={"files": stamped})
+        elif files:
+            documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train")
+        else:
+            documents = datasets.load_dataset(*names, split="train")
+        row = datasets.Sequence(datasets.Value("int32"), length=seq_len)
+        blocks = documents.map(pack, batched=True, remove_columns=documents.column_names,
+                               features=datasets.Features({"input_ids": row}))
+    except Exception as error:  # datasets wraps what went wrong; the innermost cause says it best
+        while error.__cause__:
+            error = error.__cause__
+        raise UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
+                        f" column 'text' ({type(error).__name__}: {str(error)[:200]})") from error
+    return blocks.with_format("torch")
+
+
+# %% [markdown]
+# ## The shape of the model
+# The presets are GPT-2's published sizes. Three choices compute the same faster than the defaults of
+# transformers: a vocabulary padded to a multiple of 64, which matrix units like; `gelu_pytorch_tanh`,
+# which is `gelu_new` in one kernel; and no dropout.
+
+# %%
+PRESETS = {"nano": (2, 4, 128), "124M": (12, 12, 768), "355M": (24, 16, 1024),
+           "774M": (36, 20, 1280), "1.5B": (48, 25, 1600)}  # layers, heads, width
+
+
+def gpt2_config(settings):
+    """`(GPT2Config, tokenizer)` of a preset or a model to fine-tune; no tokenizer for synthetic data."""
+    name = settings.model or ("nano" if get_accelerator().device_name() == "cpu" else "124M")
+    tokenizer, choices = None, {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0,
+                                "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    if settings.data != ["synthetic"]:
+        tokenizer = load_tokenizer(settings.tokenizer or ("gpt2" if name in PRESETS else name))
+    if name in PRESETS:
+        layers, heads, width = PRESETS[name]
+        vocabulary = len(tokenizer) if tokenizer else 1024 if name == "nano" else 50257
+        end = tokenizer.eos_token_id if tokenizer else None
+        length = settings.seq_len or (128 if name == "nano" else 1024)
+        return GPT2Config(n_layer=layers, n_head=heads, n_embd=width, n_positions=length,
+                          vocab_size=math.ceil(vocabulary / 64) * 64, bos_token_id=end,
+                          eos_token_id=end, **choices), tokenizer
+    try:
+        config = AutoConfig.from_pretrained(name, **choices)
+    except Exception as error:  # of the hub, of files, of formats: other types in each version
+        raise UserError(f"--model {name}: neither {', '.join(PRESETS)} nor a model, here or on the"
+                        f" hub ({str(error)[:200]})") from error
+    if config.model_type != "gpt2":
+        raise UserError(f"--model {name}: is of type {config.model_type}; this file trains gpt2")
+    if (settings.seq_len or 0) > config.n_positions:
+        raise UserError(f"--seq_len {settings.seq_len}: {name} has {config.n_positions} positions")
+    if tokenizer and len(tokenizer) > config.vocab_size:
+        raise UserError(f"--tokenizer: has {len(tokenizer)} tokens, {name} only {config.vocab_size}")
+    return config, tokenizer
+
+
+# %%
+if __name__ == "__main__":
+    config, tokenizer = gpt2_config(settings)
+    seq_len = settings.seq_len or config.n_positions
+    print0(f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, vocabulary"
+           f" {config.vocab_size}, {seq_len} tokens per sample")
+
+# %% [markdown]
+# ## Batches for every rank
+# An update takes micro-batch × accumulation × processes samples, in an order that is new in each epoch
+# and the same for any number of processes. So the number of updates alone tells where a run stands in
+# its data.
+#
+# Traps: the loader of `deepspeed.initialize(training_data=…)` repeats the first epoch's order for
+# ever, a plain `DataLoader` gives all ranks the same samples, and micro-batches left over by an epoch
+# spill into the first update of the next.
+
+
+# %%
+def build_datasets(settings, seq_len, vocab_size, tokenizer):
+    """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
+    if settings.data == ["synthetic"]:
+        size = settings.num_samples or 4096
+        source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
+        held_out = SyntheticTextDataset(math.ceil(size * settings.eval_fraction), **source, first=size)
+        return SyntheticTextDataset(size, **source), held_out
+    for turn in (True, False):  # the first process of a host fills the cache, then the others read it
+        if turn == (os.environ["LOCAL_RANK"] == "0"):
+            blocks = load_text_dataset(settings.data, tokenizer, seq_len)
+        dist.barrier()
+    rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
+    training = blocks.select(range(min(settings.num_samples or rest, rest)))
+    return training, blocks.select(range(rest, len(blocks)))
+
+
+class UpdateSampler(DistributedSampler):
+    """A rank's sample indices of an epoch: whole updates, from the sample `start` on (to resume)."""
+
+    def __init__(self, dataset, per_update, ranks, rank, seed):
+        super().__init__(dataset, ranks, rank, seed=seed, drop_last=True)
+        self.updates = len(dataset) // (per_update * ranks)
+        self.start, self.stop = 0, self.updates * per_update
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.start, self.stop)
+
+    def __len__(self):
+        return self.stop - self.start
+
+
+def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
+    """A loader of micro-batches `{"input_ids": int64 (micro_batch, seq_len)}`, the share of `rank`."""
+    sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
+    if not sampler.updates:
+        raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation} (accumulation)"
+                        f" x {ranks} (processes) samples, and the data has {len(dataset)}: give more"
+                        " data, or a smaller --micro_batch, --grad_accum or --seq_len")
+    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=torch.cuda.is_available())
+
+
+def updates(loader, accumulation, begin, end):
+    """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, counted over all epochs."""
+    while begin < end:
+        epoch, done = divmod(begin, loader.sampler.updates)
+        loader.sampler.set_epoch(epoch)
+        loader.sampler.start = done * accumulation * loader.batch_size
+        batches, count = iter(loader), min(loader.sampler.updates - done, end - begin)
+        for _ in range(count):
+            yield epoch, [next(batches) for _ in range(accumulation)]
+        begin += count
+
+
+# %%
+if __name__ == "__main__":
+    training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
+    loader = build_dataloader(training, micro_batch, accumulation, ranks, rank, settings.seed)
+    total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
+    samples = micro_batch * accumulation * ranks
+    print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update = {micro_batch}"
+           f" (micro-batch) x {accumulation} (accumulation) x {ranks} (processes) = {samples} samples"
+           f" = {samples * seq_len:,} tokens\n{loader.sampler.updates} updates per epoch,"
+           f" {total_updates} in all")
+    ids = training[next(iter(loader.sampler))]["input_ids"]
+    print0(f"the first sample: {ids[:12].tolist()}…"
+           + (f" reads {tokenizer.decode(ids)[:80]!r}…" if tokenizer else ""))
+
+# %% [markdown]
+# ## GPT-2
+# Built by transformers, with DeepSpeed's chunked loss: it never makes the fp32 logits (batch, seq,
+# vocabulary), the largest tensor of all. Weight decay is for matrices, told by their dimensions: the
+# list of names that everybody copies misses GPT-2's norms, `ln_1` and `ln_f`.
+#
+# Trap: under ZeRO-3 a model is sharded while it is built, and initialising shards fills empty tensors:
+# the first loss is 170 instead of 7, without a word. `HfDeepSpeedConfig`, kept alive, makes
+# transformers shard. The initialisation is written out, on gathered parameters: the same weights at
+# every stage and on any number of ranks.
+
+
+# %%
+def build_model(config, settings, ds_config):
+    """GPT-2 in fp32 on this rank's device; under ZeRO-3 its shards, in the precision of training."""
+    unset_hf_deepspeed_config()  # of an earlier run in this kernel
+    zero3 = ds_config["zero_optimization"]["stage"] == 3
+    sharding = HfDeepSpeedConfig(ds_config) if zero3 else None
+    if settings.model in (None, *PRESETS):
+        with torch.device(get_accelerator().current_device_name()):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        init_weights(model, settings.seed)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32)
+    model.sharding = sharding  # transformers refers to it weakly, and asks again to generate
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    install_chunked_causal_lm_loss(model)
+    return model
+
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """GPT-2's: N(0, 0.02), and smaller by sqrt(2 layers) in the last matrix of a residual branch."""
+    device, std = get_accelerator().current_device_name(), model.config.initializer_range
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # no-op below ZeRO-3
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".ln_" in name:
+                parameter.fill_(1.0)
+            else:
+                scale = std / math.sqrt(2 * model.config.n_layer) if "c_proj" in name else std
+                noise = torch.randn(parameter.shape, generator=generator, device=device)
+                parameter.copy_(noise * scale)
+
+
+def full_shape(parameter):
+    """The shape of a parameter, also of one that ZeRO-3 has sharded."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def parameter_groups(model):
+    """Two optimizer groups: matrices with the JSON's weight decay, biases and norms without."""
+    return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2]},
+            {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
+
+
+# %%
+if __name__ == "__main__":
+    if "engine" in globals():  # the cells run again in one kernel
+        engine.destroy()
+        engine = model = None
+    model = build_model(config, settings, ds_config)
+    print0(f"{sum(math.prod(full_shape(p)) for p in model.parameters()):,} parameters")
+    log_memory("with the model")
+
+# %% [markdown]
+# ## The engine
+# `deepspeed.initialize` wraps model, optimizer and schedule. What only the script knows is filled in:
+# the number of updates, and buckets no larger than the model. At the default of 5e8 elements, ZeRO
+# costs a small model more memory than it saves.
+
+
+# %%
+def build_engine(model, ds_config, total_updates):
+    """The DeepSpeed engine that trains `model` for `total_updates` updates."""
+    config = copy.deepcopy(ds_config)  # a cell may run again
+    complete_schedule(config, total_updates)
+    size = sum(math.prod(full_shape(p)) for p in model.parameters())
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        config["zero_optimization"].setdefault(bucket, min(500_000_000, size))
+    return start_engine(model, parameter_groups(model), config)
+
+
+# %%
+if __name__ == "__main__":
+    engine = build_engine(model, ds_config, total_updates)
+    print0(f"ZeRO-{engine.zero_optimization_stage()}, {type(engine.basic_optimizer).__name__},"
+           f" {engine.get_data_types()[0]}")
+    log_memory("with the engine")
+
+# %% [markdown]
+# ## One training step
+# One update = accumulation × (forward, backward, step). Call all three for every micro-batch: the
+# engine divides the loss by the accumulation, counts, and updates at the last one. Dividing it
+# yourself, or calling `step()` only now and then, does it twice.
+
+
+# %%
+def language_model_loss(engine, input_ids):
+    """Mean next-token loss of int64 `(B, T)` in nats. Through the engine: ZeRO-3 gathers there."""
+    return engine(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+
+
+def train_step(engine, micro_batches):
+    """One update from a list of `{"input_ids": (B, T)}`. Returns the mean loss, a tensor `()`."""
+    total = 0.0
+    for batch in micro_batches:
+        input_ids = batch["input_ids"].to(engine.device, non_blocking=True)
+        loss = language_model_loss(engine, input_ids)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()  # without its graph; and .item() would wait for the device
+    return total / len(micro_batches)
+
+
+# %% [markdown]
+# ## Evaluation
+# The mean loss on held-out samples; as perplexity, exp(loss); for text also as bits per byte, the only
+# one to compare across tokenizers, since longer tokens have a larger loss.
+#
+# Trap: under ZeRO-3 a forward pass gathers weights from all ranks, so all must run equally many, or
+# the run hangs. A rank that has run out of samples repeats one, with weight 0.
+
+
+# %%
+@torch.no_grad()
+def evaluate(engine, dataset, batch_size, bytes_per_token=None):
+    """`{loss, perplexity}`; with `bytes_per_token` also `bits_per_byte`. Called by all ranks."""
+    engine.eval()
+    ranks, total = dist.get_world_size(), torch.zeros(2, device=engine.device)
+    mine = range(dist.get_rank(), len(dataset), ranks)
+    for start in range(0, math.ceil(len(dataset) / ranks), batch_size):
+        indices = mine[start:start + batch_size]
+        input_ids = torch.stack([dataset[index]["input_ids"] for index in indices or [0]])
+        loss = language_model_loss(engine, input_ids.to(engine.device)).float()
+        total += torch.stack([loss * len(indices), torch.full_like(loss, len(indices))])
+    dist.all_reduce(total)
+    engine.train()
+    loss = (total[0] / total[1]).item()
+    result = {"loss": loss, "perplexity": math.exp(min(loss, 100))}
+    if bytes_per_token:
+        result["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return result
+
+
+def count_bytes_per_token(dataset, tokenizer):
+    """Mean number of UTF-8 bytes of text per token, in the first 256 samples."""
+    samples = [dataset[index]["input_ids"] for index in range(min(256, len(dataset)))]
+    texts = tokenizer.batch_decode(samples, skip_special_tokens=True)
+    return sum(len(text.encode()) for text in texts) / sum(map(len, samples))
+
+
+# %% [markdown]
+# ## Checkpoints and export
+# A DeepSpeed checkpoint has all that training needs: each rank's shards of weights and optimizer, the
+# schedule, the loss scale, the number of updates. An export is what everybody else needs: a folder for
+# `from_pretrained`.
+#
+# Traps: rank 0 saving alone waits for the others for ever, and under ZeRO-3 a plain `state_dict()`
+# holds empty placeholders: each parameter must first be gathered.
+
+
+# %%
+def save_checkpoint(engine, settings, history):
+    """Save to `checkpoints/global_stepN`; remove all but the newest. Called by all ranks."""
+    folder, tag = Path(settings.output_dir) / "checkpoints", f"global_step{engine.global_steps}"
+    engine.save_checkpoint(folder, tag, client_state={"history": history})
+    if dist.get_rank() == 0:
+        by_age = sorted(folder.glob("global_step*"), key=os.path.getmtime)
+        for old in by_age[:-settings.keep_checkpoints]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(engine, settings):
+    """Continue as `settings.resume` says. Returns the history up to there. Called by all ranks."""
+    auto = settings.resume in ("never", "auto")
+    folder = Path(settings.output_dir) / "checkpoints" if auto else Path(settings.resume)
+    if settings.resume != "never" and (folder / "latest").is_file():
+        path, client_state = engine.load_checkpoint(folder)
+        print0(f"resume: continuing after update {engine.global_steps}, from {path}")
+        return client_state["history"]
+    if not auto:  # DeepSpeed would only warn, and start afresh
+        raise UserError(f"--resume {folder}: has no file 'latest'; give a checkpoints folder, or auto")
+    if settings.resume == "auto":
+        print0(f"resume: no checkpoint in {folder}, starting fresh")
+    return {"train": [], "eval": []}
+
+
+def export_model(engine, tokenizer, folder):
+    """Write weights, config and tokenizer to `folder`, for `from_pretrained`. Called by all ranks."""
+    state, part = {}, Path(f"{folder}.part")  # renamed at the end, so a folder is always whole
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                state[name] = parameter.detach().cpu().clone()
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        engine.module.save_pretrained(part, state_dict=state)
+        if tokenizer:
+            tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+
+
+# %% [markdown]
+# ## The training loop
+# What waits for the device (`.item()`) or for other ranks happens only when a line is logged. Speed is
+# tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C and
+# SIGTERM finish the update and save; a second one stops at once.
+
+
+# %%
+@contextlib.contextmanager
+def noted_signals():
+    """Yield a list that notes SIGINT and SIGTERM instead of acting; a second one acts as usual."""
+    received = []
+
+    def note(number, frame):
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(engine, loader, held_out, settings, total_updates, history, bytes_per_token=None):
+    """Train up to `total_updates`, or `settings.stop_after` updates of this run. Called by all ranks.
+
+    Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
+    signal that ended the training, 0 if none did.
+    """
+    device, ranks, per_epoch = get_accelerator(), dist.get_world_size(), loader.sampler.updates
+    begin = engine.global_steps
+    end = total_updates if settings.stop_after is None else begin + settings.stop_after
+    end, epochs, width = min(end, total_updates), -(-total_updates // per_epoch), len(str(total_updates))
+    tokens_per_update = engine.train_batch_size() * len(held_out[0]["input_ids"])
+    memory_kind = "rss" if device.device_name() == "cpu" else "mem"
+    visible = dist.get_rank() == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    bar = tqdm(total=total_updates, initial=begin, unit="update", disable=not visible)
+    write = bar.write if visible else print0
+    logged, clock, stop = begin, time.perf_counter(), 0
+    with noted_signals() as received:
+        for epoch, micro_batches in updates(loader, engine.gradient_accumulation_steps(), begin, end):
+            lr = engine.get_lr()[0]
+            loss = train_step(engine, micro_batches)
+
+            # ---- The training ends here. What follows is signals, diagnostics and saving. ----
+            step, stop = engine.global_steps, max(received, default=0)
+            if ranks > 1:  # all or none: one that left alone would leave the others waiting
+                signals = torch.tensor(stop, device=engine.device)
+                dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+                stop = int(signals)
+            last = step == end or stop
+            bar.update()
+            if step % settings.log_every == 0 or step == begin + 1 or last:
+                dist.all_reduce(loss)  # the loss of rank 0 is not the loss
+                loss = loss.item() / ranks
+                speed = (step - logged) * tokens_per_update / (time.perf_counter() - clock)
+                scale, norm = getattr(engine.optimizer, "cur_scale", 1), engine.get_global_grad_norm()
+                memory = memory_gib()
+                write(f"epoch {epoch + 1}/{epochs} | step {step:{width}}/{total_updates} | loss {loss:.4f}"
+                      f" | lr {lr:.2e} | norm {math.nan if norm is None else float(norm):5.2f} | scale"
+                      f" {scale:.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s |"
+                      f" {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f} GiB"
+                      f" ({memory['peak'] / memory['total']:.0%})")
+                if not math.isfinite(loss):
+                    raise RuntimeError(f"the loss is {loss} at update {step}, loss scale {scale}")
+                history["train"].append((step, loss))
+                values = {"train_loss": loss, "tokens_per_second": speed, "peak_memory_gib": memory["peak"]}
+                engine.monitor.write_events([(f"Train/Samples/{name}", value, engine.global_samples)
+                                             for name, value in values.items()])
+                logged, clock = step, time.perf_counter()
+            pause = time.perf_counter()
+            if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
+                result = evaluate(engine, held_out, loader.batch_size, bytes_per_token)
+                write(f"held out | step {step:{width}}/{total_updates} | "
+                      + " | ".join(f"{name} {value:.4f}" for name, value in result.items()))
+                history["eval"].append((step, result["loss"]))
+                engine.monitor.write_events([("Eval/Samples/loss", result["loss"], engine.global_samples)])
+            if step % (settings.save_every or per_epoch) == 0 or last:
+                save_checkpoint(engine, settings, history)
+            clock += time.perf_counter() - pause
+            if stop:
+                break
+    bar.close()
+    return stop
+
+
+def plot_loss(history, path, floor=None):
+    """Draw `history` into the PNG `path`, with the entropy `floor` in nats if there is one."""
+    from matplotlib.figure import Figure  # not pyplot, which may want a display
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="update", ylabel="loss (nats per token)")
+    axes.plot(*zip(*history["train"]), label="training")
+    axes.plot(*zip(*history["eval"]), "o-", label="held out")
+    if floor:
+        axes.axhline(floor, color="gray", linestyle="--", label=f"entropy floor {floor:.3f}")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# %% [markdown]
+# ## Generation
+# All ranks generate and rank 0 prints: under ZeRO-3 each token gathers weights from all ranks, and
+# equal seeds draw equal tokens. Ids that only pad the vocabulary are suppressed.
+
+
+# %%
+@torch.no_grad()
+def generate(engine, prompt, max_new_tokens, vocabulary, seed):
+    """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest each."""
+    model, prompt = engine.module.eval(), prompt[None].to(engine.device)
+    torch.manual_seed(seed)
+    length = min(prompt.shape[1] + max_new_tokens, model.config.n_positions)
+    padding = list(range(vocabulary, model.config.vocab_size))
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_length=length, do_sample=True, top_k=50,
+        suppress_tokens=padding or None, pad_token_id=model.config.eos_token_id or 0)
+    model.train()
+    return tokens[0].cpu()
+
+
+def show_sample(engine, held_out, tokenizer, settings, label):
+    """Print how the model continues the prompt or a held-out sample. Called by all ranks."""
+    prompt = held_out[0]["input_ids"][:16]
+    if settings.prompt and tokenizer:
+        prompt = torch.tensor(tokenizer(settings.prompt, add_special_tokens=False)["input_ids"])
+    vocabulary = len(tokenizer) if tokenizer else held_out.vocab_size
+    tokens = generate(engine, prompt, 100, vocabulary, settings.seed)
+    if tokenizer:
+        print0(f"sample {label}: {tokenizer.decode(tokens)!r}")
+    else:
+        share = held_out.follows_rule(tokens[len(prompt):])
+        print0(f"sample {label}: follows the rule at {share:.0%} of the steps, as the data do at"
+               f" {held_out.structure:.0%}: {tokens[len(prompt):][:8].tolist()}…")
+
+
+# %% [markdown]
+# ## Run
+# Before: the loss of a model that knows nothing, beside ln(vocabulary), and a sample. Then the
+# training. After: the export, another sample, and the curve.
+
+# %%
+if __name__ == "__main__":
+    bytes_per_token = count_bytes_per_token(held_out, tokenizer) if tokenizer else None
+    floor = held_out.entropy_floor() if settings.data == ["synthetic"] else None
+    history = load_checkpoint(engine, settings)
+    before = evaluate(engine, held_out, micro_batch, bytes_per_token)["loss"]
+    print0(f"held out, before: loss {before:.4f}; ln(vocabulary) = {math.log(config.vocab_size):.4f}"
+           + (f"; entropy floor {floor:.4f}" if floor else ""))
+    show_sample(engine, held_out, tokenizer, settings, "before")
+
+# %%
+if __name__ == "__main__":
+    began = time.perf_counter()
+    stop = train(engine, loader, held_out, settings, total_updates, history, bytes_per_token)
+    print0(f"update {engine.global_steps} of {total_updates}, {engine.skipped_steps} skipped,"
+           f" {time.perf_counter() - began:.0f} s")
+    if stop:
+        print0(f"stopped by {signal.Signals(stop).name} and saved; --resume auto continues")
+        sys.exit(128 + stop)
+    log_memory("after training")
+
+# %%
+if __name__ == "__main__":
+    output_dir = Path(settings.output_dir)
+    export_model(engine, tokenizer, output_dir / "model")
+    show_sample(engine, held_out, tokenizer, settings, "after")
+    if rank == 0 and history["eval"]:
+        plot_loss(history, output_dir / "loss.png", floor)
+        after = history["eval"][-1][1]
+        print0(f"held out, after: loss {after:.4f}"
+               + (f", {after / floor - 1:.1%} above the entropy floor" if floor else ""))
+    print0(f"written to {output_dir}: model, checkpoints, tensorboard, loss.png")
+    dist.barrier()  # no rank leaves while rank 0 writes
