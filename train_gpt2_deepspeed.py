@@ -106,7 +106,7 @@ class Settings:
     # data
     data: list[str] | None = option(None, "files, quoted globs, one hub dataset, or synthetic")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
-    num_samples: int | None = option(None, "training samples: synthetic ones (4096), or a text's limit")
+    num_samples: int | None = option(None, "training samples: synthetic ones (5120), or a text's limit")
     eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
     # run
     epochs: int = option(2, "passes over the data")
@@ -340,6 +340,9 @@ def load_ds_config(settings):
                     config[monitor] = folder | config[monitor]
         complete_schedule(rehearsal, 10**6)
         engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])).sum())
+        engine.step()
     except Exception as error:  # of many types; all are about the file
         compiled = not config["optimizer"].get("params", {}).get("torch_adam")
         hint = '; "torch_adam": true in optimizer.params needs no compiler' if compiled else ""
@@ -347,7 +350,8 @@ def load_ds_config(settings):
     for key in config:
         if key not in rehearsal.read:
             near = difflib.get_close_matches(key, rehearsal.read, 1)
-            raise UserError(f"{path}: DeepSpeed has no key {key!r}; did you mean {near or '?'}")
+            raise UserError(f"{path}: DeepSpeed has no key {key!r}"
+                            + (f"; did you mean {near[0]!r}?" if near else ""))
     config.pop("train_batch_size", None)  # it may stand for the accumulation
     config["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
     config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
@@ -583,7 +587,7 @@ if __name__ == "__main__":
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
     """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
     if settings.data == ["synthetic"]:
-        size = settings.num_samples or 4096
+        size = settings.num_samples or 5120
         source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
         held_out = SyntheticTextDataset(math.ceil(size * settings.eval_fraction), **source, first=size)
         return SyntheticTextDataset(size, **source), held_out

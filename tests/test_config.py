@@ -1,0 +1,202 @@
+"""Settings and ds_config.json: what is filled in, what is replaced, and what is refused in one line."""
+
+import json
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def refused(capsys):
+    """Call a function that must raise UserError; return its one line."""
+
+    def call(function, *args, **kwargs):
+        with pytest.raises(SystemExit) as caught:
+            function(*args, **kwargs)
+        assert caught.value.code == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return call
+
+
+def load(gpt2, path, **settings):
+    return gpt2.load_ds_config(gpt2.Settings(deepspeed_config=str(path), **settings))
+
+
+# Settings
+
+def test_flags_with_dashes_and_underscores(gpt2):
+    settings = gpt2.parse_settings(["x.py", "--zero-stage", "2", "--micro_batch=3", "--local_rank=0",
+                                    "--data", "a.txt", "b.txt", "--gradient_checkpointing"])
+    assert (settings.zero_stage, settings.micro_batch, settings.data) == (2, 3, ["a.txt", "b.txt"])
+    assert settings.gradient_checkpointing and settings == gpt2.Settings(
+        zero_stage=2, micro_batch=3, data=["a.txt", "b.txt"], gradient_checkpointing=True)
+    assert gpt2.Settings(data="a.txt").data == ["a.txt"] and gpt2.Settings().data == ["synthetic"]
+
+
+def test_the_arguments_of_a_kernel_are_not_ours(gpt2):
+    for name in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
+        assert gpt2.parse_settings([f"/somewhere/{name}", "-f", "kernel.json"]) == gpt2.Settings()
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--zero_stag", "2"], "did you mean --zero_stage?"), (["--epochs", "0"], "--epochs 0: must be at least 1"),
+    (["--epochs", "two"], "--epochs"), (["--zero_stage", "4"], "zero"), (["--micro_batch", "-1"], "at least 1"),
+    (["--seq_len", "1"], "at least 2"), (["--eval_fraction", "1"], "between 0 and 1"),
+    (["--lr", "nan"], "positive"), (["--lr", "0"], "positive"), (["--offload", "disk"], "--offload disk"),
+    (["--dtype", "int8"], "int8"), (["--log_every", "0"], "at least 1"), (["stray"], "stray")])
+def test_bad_flags(gpt2, refused, flags, says):
+    assert says in refused(gpt2.parse_settings, ["x.py", *flags])
+
+
+# The JSON: what is filled in
+
+def test_the_json_as_it_ships(gpt2):
+    config = gpt2.load_ds_config(gpt2.Settings())
+    assert config["train_micro_batch_size_per_gpu"] and config["gradient_accumulation_steps"]
+    assert "train_batch_size" not in config
+    assert "total_num_steps" not in config["scheduler"]["params"]  # the engine's to fill in
+    assert config["tensorboard"]["output_path"] == "runs/gpt2"
+    assert config["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_overrides(gpt2, ds_json):
+    config = load(gpt2, ds_json({}), zero_stage=3, offload="all", dtype="bf16", micro_batch=2, grad_accum=5, lr=0.5)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_param"] == {"device": "cpu"} \
+        == config["zero_optimization"]["offload_optimizer"]
+    assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 5)
+    assert config["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_offload_none_takes_back_what_the_json_says(gpt2, ds_json):
+    path = ds_json({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert "offload_param" not in load(gpt2, path, offload="none")["zero_optimization"]
+
+
+def test_total_batch_instead_of_accumulation(gpt2, ds_json):
+    path = ds_json({"gradient_accumulation_steps": None, "train_batch_size": 24})
+    assert load(gpt2, path)["gradient_accumulation_steps"] == 3
+    assert load(gpt2, path, grad_accum=2)["gradient_accumulation_steps"] == 2
+
+
+def test_the_users_file_is_not_touched(gpt2, ds_json):
+    path = ds_json({"fp16.enabled": True})
+    before = path.read_bytes()
+    load(gpt2, path, zero_stage=2, lr=1e-5)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+def test_fp16_is_replaced_on_a_cpu_that_lacks_it(gpt2, ds_json, capsys):
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has fp16")
+    config = load(gpt2, ds_json({"fp16.enabled": True}))
+    assert not config["fp16"]["enabled"] and "fp32 instead of fp16" in capsys.readouterr().out
+
+
+def test_schedule_spans_the_run_unless_the_json_says_otherwise(gpt2, ds_json):
+    config = load(gpt2, ds_json({}))
+    gpt2.complete_schedule(config, 500)
+    assert config["scheduler"]["params"]["total_num_steps"] == 500
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 20
+    gpt2.complete_schedule(config, 9)
+    assert config["scheduler"]["params"]["total_num_steps"] == 500  # as it stands
+    short = load(gpt2, ds_json({}))
+    gpt2.complete_schedule(short, 12)
+    assert short["scheduler"]["params"]["warmup_num_steps"] == 1
+
+
+@pytest.mark.parametrize("scheduler", [None, {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+                                       {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 1e-3}}])
+def test_other_schedules(gpt2, ds_json, scheduler):
+    config = load(gpt2, ds_json({"scheduler": scheduler}))
+    gpt2.complete_schedule(config, 100)
+    filled = config.get("scheduler", {}).get("params", {})
+    assert ("total_num_steps" in filled) == bool(scheduler and scheduler["type"] == "WarmupDecayLR")
+
+
+# The JSON: what is refused
+
+@pytest.mark.parametrize("changes, says", [
+    ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'; did you mean 'zero_optimization'?"),
+    ({"gradient_accumulation_step": 2}, "'gradient_accumulation_steps'"),
+    ({"something": 1}, "'something'"),
+    ({"zero_optimization.stag": 2}, "stag"), ({"zero_optimization.stage": 5}, "stage"),
+    ({"fp16.initial_scale": 2}, "initial_scale"), ({"fp16": True}, "fp16"),
+    ({"optimizer": None}, "optimizer"), ({"optimizer.type": "OneBitAdam"}, "OneBitAdam"),
+    ({"optimizer.type": "cpu_adam"}, "cpu_adam"), ({"optimizer.params.learning_rate": 1}, "learning_rate"),
+    ({"optimizer.params.lr": "fast"}, "json"), ({"optimizer.params.max_grad_norm": 1}, "gradient_clipping"),
+    ({"scheduler.type": "Cosine"}, "Cosine"), ({"scheduler.params.warmup_steps": 3}, "warmup_steps"),
+    ({"scheduler.params.warmup_num_steps": -3}, "warmup_num_steps"),
+    ({"train_micro_batch_size_per_gpu": 0}, "icro"), ({"train_micro_batch_size_per_gpu": "auto"}, "auto"),
+    ({"train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu"),
+    ({"train_batch_size": 31}, "train_batch_size"), ({"gradient_clipping": "x"}, "json"),
+    ({"comet": {"enabled": True}}, "pip install comet_ml"),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO stage 3"),
+])
+def test_bad_json(gpt2, ds_json, refused, changes, says):
+    line = refused(load, gpt2, ds_json(changes))
+    assert says in line and len(line) < 1200
+
+
+def test_both_precisions(gpt2, ds_json, refused, monkeypatch):
+    monkeypatch.setattr(type(gpt2.get_accelerator()), "is_fp16_supported", lambda self: True)
+    assert "fp16" in refused(load, gpt2, ds_json({"fp16.enabled": True, "bf16.enabled": True}))
+
+
+def test_offload_without_zero(gpt2, ds_json, refused):
+    assert "ZeRO stage 1 or 2 or 3" in refused(load, gpt2, ds_json({}), zero_stage=0, offload="optimizer")
+
+
+def test_missing_and_malformed_files(gpt2, tmp_path, refused):
+    assert "No such file" in refused(load, gpt2, tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"fp16": ')
+    assert "not valid JSON" in refused(load, gpt2, tmp_path / "bad.json")
+    (tmp_path / "list.json").write_text("[1]")
+    assert "JSON object" in refused(load, gpt2, tmp_path / "list.json")
+    assert "Is a directory" in refused(load, gpt2, tmp_path)
+
+
+# Model and tokenizer
+
+def test_presets_have_gpt2s_sizes(gpt2):
+    """Parameters as published, with the vocabulary padded from 50257 to 50304."""
+    for name, millions in (("124M", 124.4), ("355M", 354.8), ("774M", 774.0), ("1.5B", 1557.6)):
+        config, _ = gpt2.gpt2_config(gpt2.Settings(model=name))
+        with torch.device("meta"):
+            model = gpt2.transformers.GPT2LMHeadModel(config)
+        size = sum(p.numel() for p in model.parameters())
+        assert config.vocab_size == 50304
+        assert (size - (50304 - 50257) * config.n_embd) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_vocabulary_fits_the_tokenizer_and_is_padded(gpt2):
+    config, tokenizer = gpt2.gpt2_config(gpt2.Settings(model="nano", data="x.txt", tokenizer="byte"))
+    assert config.vocab_size % 64 == 0 and len(tokenizer) <= config.vocab_size < len(tokenizer) + 64
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert gpt2.gpt2_config(gpt2.Settings(model="nano"))[1] is None
+
+
+def test_models_that_cannot_be_trained(gpt2, tmp_path, refused):
+    assert "neither nano, 124M" in refused(gpt2.gpt2_config, gpt2.Settings(model="no-such-model"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "type llama" in refused(gpt2.gpt2_config, gpt2.Settings(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "gpt2", "n_positions": 64, "vocab_size": 100, "n_layer": 1}))
+    assert "64 positions" in refused(gpt2.gpt2_config, gpt2.Settings(model=str(tmp_path), seq_len=65))
+    assert "only 100" in refused(
+        gpt2.gpt2_config, gpt2.Settings(model=str(tmp_path), data="x.txt", tokenizer="byte"))
+    assert "byte needs no download" in refused(gpt2.load_tokenizer, "no-such-tokenizer")
+
+
+def test_weight_decay_is_for_matrices(gpt2):
+    config, _ = gpt2.gpt2_config(gpt2.Settings(model="nano"))
+    model = gpt2.transformers.GPT2LMHeadModel(config)
+    matrices, vectors = (group["params"] for group in gpt2.parameter_groups(model))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in vectors} == {n for n in names.values() if ".ln_" in n or n.endswith("bias")}
+    assert len(matrices) + len(vectors) == len(names)
