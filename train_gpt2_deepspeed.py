@@ -97,6 +97,9 @@ def option(default, text, **kwargs):
     return dataclasses.field(default=default, metadata={"help": text}, **kwargs)
 
 
+FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
 @dataclasses.dataclass
 class Settings:
     # model
@@ -141,6 +144,15 @@ class Settings:
             raise UserError(f"--lr {self.lr}: must be a positive number")
         if not (self.offload or "none").startswith(("none", "optimizer", "all", "nvme:")):
             raise UserError(f"--offload {self.offload}: give none, optimizer, all or nvme:FOLDER")
+        for name in self.data:
+            if not glob.glob(name, recursive=True) and (len(self.data) > 1 or Path(name).suffix in FORMATS):
+                raise UserError(f"--data {name}: no such file")
+        if self.resume not in ("never", "auto") and not (Path(self.resume) / "latest").is_file():
+            raise UserError(f"--resume {self.resume}: has no file 'latest'; give a checkpoints folder")
+        folder = Path(self.output_dir).absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(f"--output_dir {self.output_dir}: cannot write to {existing}; give another")
 
 
 def parse_settings(argv):
@@ -190,7 +202,7 @@ def init_distributed():
     deepspeed.utils.logger.setLevel("ERROR")  # the rest buries the run's own lines
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", module="torch.distributed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     if accelerator.device_name() == "cpu":  # each process its share of the cores, lest they collide
@@ -214,7 +226,8 @@ def init_distributed():
 # %%
 if __name__ == "__main__":
     rank, ranks = init_distributed()
-    print0(f"{ranks} process(es) on {get_accelerator().device_name()}, over {dist.get_backend()}")
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print0(f"{ranks} process(es) on {kind}, over {dist.get_backend()}")
 
 # %% [markdown]
 # ## `ds_config.json`, key by key
@@ -417,6 +430,7 @@ class SyntheticTextDataset(Dataset):
         self.place = np.argsort(self.cycle)  # so k successors on is k places on
         frequency = rng.permutation((1.0 + np.arange(vocab_size)) ** -zipf)
         self.fresh = frequency / frequency.sum()  # probability of a fresh draw, by place
+        self.below = np.cumsum(self.fresh)[:-1]
 
     def entropy_floor(self):
         """Loss of a perfect model in nats per token: H(next | last), averaged over a sample."""
@@ -442,7 +456,7 @@ class SyntheticTextDataset(Dataset):
 
     def __getitem__(self, index):
         rng, step = np.random.default_rng((self.seed, self.first + index)), np.arange(self.seq_len)
-        draws = rng.choice(self.vocab_size, self.seq_len, p=self.fresh)
+        draws = np.searchsorted(self.below, rng.random(self.seq_len), side="right")
         fresh = rng.random(self.seq_len) >= self.structure
         last = np.maximum.accumulate(np.where(fresh, step, 0))  # the step of the last fresh draw
         return {"input_ids": torch.from_numpy(self.cycle[(draws[last] + step - last) % self.vocab_size])}
@@ -469,8 +483,8 @@ def load_tokenizer(name):
     """GPT-2's BPE, any folder or hub name, or `byte`: ByT5's 256 bytes and 128 special ids."""
     try:
         tokenizer = transformers.ByT5Tokenizer() if name == "byte" else AutoTokenizer.from_pretrained(name)
-        if tokenizer.eos_token_id is None:
-            raise ValueError("it has no end-of-text token")
+        if tokenizer.eos_token_id is None or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+            raise ValueError("it has no end-of-text token, or no vocabulary")
     except Exception as error:  # of the hub, of files, of formats: other types in each version
         raise UserError(f"--tokenizer {name}: not usable, here or on the hub"
                         f" ({str(error)[:200]}); byte needs no download") from error
@@ -504,12 +518,12 @@ def load_text_dataset(names, tokenizer, seq_len):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     files = sorted({path for name in names for path in glob.glob(name, recursive=True)})
-    formats = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    kinds = {formats.get(Path(path).suffix, "text") for path in files}
+    kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
     try:
         if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
             stamped = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files]
-            documents = datasets.Dataset.from_generator(read_text, gen_kwargs={"files": stamped})
+            pieces = datasets.Features({"text": datasets.Value("string"), "last": datasets.Value("bool")})
+            documents = datasets.Dataset.from_generator(read_text, pieces, gen_kwargs={"files": stamped})
         elif files:
             documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train")
         else:
@@ -591,10 +605,13 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
         source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
         held_out = SyntheticTextDataset(math.ceil(size * settings.eval_fraction), **source, first=size)
         return SyntheticTextDataset(size, **source), held_out
-    for turn in (True, False):  # the first process of a host fills the cache, then the others read it
+    blocks, sizes = [], [None] * dist.get_world_size()
+    for turn in (True, False):  # the first process of a host fills the cache, the others read it
         if turn == (os.environ["LOCAL_RANK"] == "0"):
             blocks = load_text_dataset(settings.data, tokenizer, seq_len)
-        dist.barrier()
+        dist.all_gather_object(sizes, len(blocks))
+    if len(set(sizes)) > 1:
+        raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
     rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
     training = blocks.select(range(min(settings.num_samples or rest, rest)))
     return training, blocks.select(range(rest, len(blocks)))
@@ -622,7 +639,16 @@ def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
         raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation} (accumulation)"
                         f" x {ranks} (processes) samples, and the data has {len(dataset)}: give more"
                         " data, or a smaller --micro_batch, --grad_accum or --seq_len")
-    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=torch.cuda.is_available())
+    on_gpu = torch.cuda.is_available()  # a process of its own draws samples while the GPU computes
+    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu, num_workers=int(on_gpu),
+                      prefetch_factor=2 * accumulation if on_gpu else None,
+                      worker_init_fn=ignore_signals)
+
+
+def ignore_signals(worker):
+    """For a loader's process: a Ctrl-C reaches it, too, but the update that it feeds is finished first."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def updates(loader, accumulation, begin, end):
@@ -832,15 +858,12 @@ def load_checkpoint(engine, settings):
     """Continue as `settings.resume` says. Returns the history up to there. Called by all ranks."""
     auto = settings.resume in ("never", "auto")
     folder = Path(settings.output_dir) / "checkpoints" if auto else Path(settings.resume)
-    if settings.resume != "never" and (folder / "latest").is_file():
-        path, client_state = engine.load_checkpoint(folder)
-        print0(f"resume: continuing after update {engine.global_steps}, from {path}")
-        return client_state["history"]
-    if not auto:  # DeepSpeed would only warn, and start afresh
-        raise UserError(f"--resume {folder}: has no file 'latest'; give a checkpoints folder, or auto")
-    if settings.resume == "auto":
-        print0(f"resume: no checkpoint in {folder}, starting fresh")
-    return {"train": [], "eval": []}
+    if settings.resume == "never" or not (folder / "latest").is_file():
+        print0(f"resume: {settings.resume}, starting fresh")
+        return {"train": [], "eval": []}
+    path, client_state = engine.load_checkpoint(folder)
+    print0(f"resume: continuing after update {engine.global_steps}, from {path}")
+    return client_state["history"]
 
 
 def export_model(engine, tokenizer, folder):

@@ -47,10 +47,16 @@ class Result:
         return self
 
 
+def clean_environment():
+    """The environment without the process group of the tests themselves."""
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
 def launch(*command, cwd, env=None, timeout=600):
     """Run a command to its end, in `cwd`, with all its processes killed if it takes too long."""
     command = [str(part) for part in command]
-    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, text=True,
+    process = subprocess.Popen(command, cwd=cwd, env=clean_environment() | (env or {}), text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         out, err = process.communicate(timeout=timeout)

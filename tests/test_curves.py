@@ -1,0 +1,79 @@
+"""One model, one seed, one order of the data: the loss curve must not depend on how it is computed."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import launch
+
+WORKER = Path(__file__).with_name("curves.py")
+ZERO = {f"ZeRO-{stage}": {"zero_stage": stage} for stage in range(4)}
+# Without it no parameter of so small a model is sharded, and ZeRO-3 is not tested at all.
+SHARD_ALL = {"stage3_param_persistence_threshold": 0}
+
+
+def curves(command, entries, cwd):
+    result = launch(*command, WORKER, json.dumps(entries), cwd=cwd).ok()
+    line = next(line for line in result.out.splitlines() if line.startswith("curves: "))
+    return json.loads(line.removeprefix("curves: "))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    entries = ZERO | {
+        "ZeRO-3, all sharded": {"zero_stage": 3, "json_changes": SHARD_ALL},
+        "gradient checkpointing": {"zero_stage": 2, "gradient_checkpointing": True},
+        "ZeRO-3, gradient checkpointing": {
+            "zero_stage": 3, "json_changes": SHARD_ALL, "gradient_checkpointing": True},
+        "ZeRO-1, optimizer offload": {"zero_stage": 1, "offload": "optimizer"},
+        "ZeRO-2, optimizer offload": {"zero_stage": 2, "offload": "optimizer"},
+        "ZeRO-3, all offloaded": {"zero_stage": 3, "offload": "all", "json_changes": SHARD_ALL},
+        "other accumulation": {"micro_batch": 2, "grad_accum": 4},
+        "bf16": {"dtype": "bf16"}, "ZeRO-3, bf16": {"dtype": "bf16", "zero_stage": 3}}
+    return curves(("torchrun", "--standalone", "--nproc_per_node", 2), entries, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    entries = {"one rank": {"micro_batch": 8}} | {
+        f"one rank, {name}": entry | {"micro_batch": 8} for name, entry in ZERO.items()}
+    return curves([sys.executable], entries, tmp_path_factory.mktemp("one"))
+
+
+def test_curves_agree_in_fp32(two_ranks, one_rank):
+    """Over 12 updates and the evaluation after them, on one rank and on two."""
+    reference = one_rank["one rank"]["losses"]
+    assert reference[-1] < reference[0] - 0.5  # a curve worth comparing
+    for name, curve in (two_ranks | one_rank).items():
+        if "bf16" not in name:
+            assert curve["losses"] == pytest.approx(reference, abs=1e-4), name
+
+
+def test_curves_agree_in_bf16(two_ranks):
+    reference = two_ranks["ZeRO-1"]["losses"]
+    for name in ("bf16", "ZeRO-3, bf16"):
+        assert two_ranks[name]["losses"] == pytest.approx(reference, rel=0.01), name
+
+
+def test_first_loss_is_that_of_a_model_that_knows_nothing(two_ranks, one_rank):
+    for name, curve in (two_ranks | one_rank).items():
+        assert curve["losses"][0] == pytest.approx(math.log(1024), rel=0.01), name
+
+
+def test_samples_agree(two_ranks, one_rank):
+    """Generation, with every rank taking part: the same tokens at every stage."""
+    reference = one_rank["one rank"]["sample"]
+    for name, curve in (two_ranks | one_rank).items():
+        if "bf16" not in name:
+            assert curve["sample"] == reference, name
+
+
+LADDER = [6.9576, 6.9425, 6.7838, 6.5960, 6.5486, 6.3467, 6.3645, 6.2826, 6.1149, 6.1153, 6.2999, 6.2024,
+          6.1126]
+
+
+def test_ladder(one_rank):
+    """The losses of a fixed run, against stored ones: a change that moves them is noticed."""
+    assert one_rank["one rank"]["losses"] == pytest.approx(LADDER, rel=0.05)
