@@ -10,12 +10,12 @@
 
 Read it top to bottom, run it top to bottom, or copy from it: every cell is one idea.
 
-    deepspeed train_gpt2_deepspeed.py                      all GPUs of this host; on a CPU, a small model
-    deepspeed --num_gpus 2 train_gpt2_deepspeed.py         two processes (on a CPU, too)
-    torchrun --nproc_per_node 2 train_gpt2_deepspeed.py    the same, started by torch
-    python train_gpt2_deepspeed.py --max_steps 20          one process, no launcher
+    deepspeed train_gpt2_deepspeed.py                     all GPUs here; on a CPU, a small model
+    deepspeed --num_gpus 2 train_gpt2_deepspeed.py        two processes (on a CPU, too)
+    torchrun --nproc_per_node 2 train_gpt2_deepspeed.py   the same, started by torch
+    python train_gpt2_deepspeed.py --max_steps 20         one process, no launcher
     deepspeed train_gpt2_deepspeed.py --data 'books/*.txt' --model 355M --zero_stage 2 --dtype bf16
-    deepspeed --hostfile hosts train_gpt2_deepspeed.py     many hosts
+    deepspeed --hostfile hosts train_gpt2_deepspeed.py    many hosts
 
 In Colab or Jupyter, run the cells. A run trains for two epochs and leaves checkpoints, TensorBoard
 files, a loss curve and a model for `from_pretrained` in `runs/gpt2/`.
@@ -69,8 +69,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 # %% [markdown]
 # ## Settings
-# What the run is: model, data, length, folders. How it is computed (batch, optimizer, precision, ZeRO)
-# is up to `ds_config.json`, of which the last group overrides single keys. In a notebook, write
+# What the run is: model, data, length, folders. How it is computed (batch, optimizer, precision,
+# ZeRO) is up to `ds_config.json`; the last group overrides single keys of it. In a notebook, write
 # `settings = Settings(epochs=1, zero_stage=2)` where the run cell parses the command line.
 
 
@@ -88,13 +88,18 @@ class UserError(SystemExit):
         super().__init__(2)
         self.message = " ".join(str(message).split())
         if int(os.environ.get("RANK", 0)):
-            time.sleep(5)  # if rank 0 failed, too, it has spoken, and the launcher ends this one now
+            time.sleep(5)  # rank 0 speaks first; if it fails as well, the launcher ends this one
         print(f"error: {self.message}", file=sys.stderr, flush=True)
 
 
-def option(default, text, **kwargs):
-    """A field of `Settings` with the default and the help of its command-line option."""
-    return dataclasses.field(default=default, metadata={"help": text}, **kwargs)
+def did_you_mean(name, names):
+    """The hint at the nearest of `names`, or nothing."""
+    return "".join(f", did you mean {near}?" for near in difflib.get_close_matches(name, names, 1))
+
+
+def option(default, text):
+    """A field of `Settings`, with the default and the help of its command-line option."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -103,13 +108,13 @@ FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".p
 @dataclasses.dataclass
 class Settings:
     # model
-    model: str | None = option(None, "nano, 124M, 355M, 774M, 1.5B, or a folder or hub name to fine-tune")
-    seq_len: int | None = option(None, "tokens per sample (1024; nano: 128; fine-tuning: all positions)")
+    model: str | None = option(None, "nano, 124M, 355M, 774M, 1.5B, or a folder or hub name")
+    seq_len: int | None = option(None, "tokens per sample (1024, nano 128; fine-tuning: all)")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, more time")
     # data
     data: list[str] | None = option(None, "files, quoted globs, one hub dataset, or synthetic")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
-    num_samples: int | None = option(None, "training samples: synthetic ones (5120), or a text's limit")
+    num_samples: int | None = option(None, "synthetic training samples (4608), or a limit")
     eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
     # run
     epochs: int = option(2, "passes over the data")
@@ -145,14 +150,15 @@ class Settings:
         if not (self.offload or "none").startswith(("none", "optimizer", "all", "nvme:")):
             raise UserError(f"--offload {self.offload}: give none, optimizer, all or nvme:FOLDER")
         for name in self.data:
-            if not glob.glob(name, recursive=True) and (len(self.data) > 1 or Path(name).suffix in FORMATS):
+            is_file = len(self.data) > 1 or Path(name).suffix in FORMATS
+            if is_file and not glob.glob(name, recursive=True):
                 raise UserError(f"--data {name}: no such file")
         if self.resume not in ("never", "auto") and not (Path(self.resume) / "latest").is_file():
-            raise UserError(f"--resume {self.resume}: has no file 'latest'; give a checkpoints folder")
+            raise UserError(f"--resume {self.resume}: no checkpoint there (no file 'latest')")
         folder = Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise UserError(f"--output_dir {self.output_dir}: cannot write to {existing}; give another")
+            raise UserError(f"--output_dir {self.output_dir}: cannot write to {existing}")
 
 
 def parse_settings(argv):
@@ -160,7 +166,7 @@ def parse_settings(argv):
     if argv[0].endswith("kernel_launcher.py"):
         return Settings()
     parser = HfArgumentParser(Settings, allow_abbrev=False)
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # launchers append it
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # of the launchers
 
     def error(message):
         raise UserError(f"{message}; see --help")
@@ -169,8 +175,8 @@ def parse_settings(argv):
     settings, *_, unknown = parser.parse_args_into_dataclasses(
         argv[1:], return_remaining_strings=True, look_for_args_file=False)
     for name in unknown:
-        near = difflib.get_close_matches(name.split("=")[0], parser._option_string_actions, 1)
-        error(f"unknown argument {name}" + (f", did you mean {near[0]}?" if near else ""))
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        error(f"unknown argument {name}{did_you_mean(name.split('=')[0], flags)}")
     return settings
 
 
@@ -182,17 +188,17 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## Processes and devices
-# A launcher starts one process per GPU and tells each its place in five environment variables. Without
-# one, as in a notebook, DeepSpeed would look for MPI and fail on a missing `mpi4py`: so what is missing
-# gets the values of a single process, and a free port. What is set is left alone.
+# A launcher starts one process per GPU and tells each its place in five environment variables.
+# Without one, as in a notebook, DeepSpeed would look for MPI and fail on a missing `mpi4py`: what
+# is missing gets the values of a single process and a free port. What is set is left alone.
 #
-# Trap: on a CPU, DeepSpeed compiles a shared-memory collective here (a minute, and a crash without a
-# compiler). Declared incompatible, it gives way to gloo.
+# Trap: on a CPU, DeepSpeed compiles a shared-memory collective here (a minute, and a crash without
+# a compiler). Declared incompatible, it gives way to gloo.
 
 
 # %%
 def init_distributed():
-    """Join the process group: nccl on GPUs, gloo on CPUs. May be repeated. Returns (rank, ranks)."""
+    """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
@@ -245,8 +251,8 @@ if __name__ == "__main__":
 # | `tensorboard`, `wandb`, `csv_monitor` | monitors. DeepSpeed gives them learning rate and loss scale, but not the loss: that is for the script to write |
 #
 # DeepSpeed ignores a misspelt top-level key in silence, and finds a wrong value only once data and
-# model are built. So the config is rehearsed here: an engine is built from it around one tiny layer,
-# while `ReadKeys` notes which keys DeepSpeed asks for. What must be compiled is compiled now.
+# model are built. So the config is rehearsed: an engine made from it trains one tiny layer for one
+# step, while `ReadKeys` notes which keys DeepSpeed reads. What must be compiled is compiled here.
 
 
 # %%
@@ -281,20 +287,20 @@ def apply_settings(config, settings):
         if value is not None:
             part[key] = value
     kind, _, folder = (settings.offload or "").partition(":")
-    for part, kinds, stages in (("offload_optimizer", ("optimizer", "all", "nvme"), (1, 2, 3)),
-                                ("offload_param", ("all", "nvme"), (3,))):
+    for part, kinds, lowest in (("offload_optimizer", ("optimizer", "all", "nvme"), 1),
+                                ("offload_param", ("all", "nvme"), 3)):
         if kind:
             zero.pop(part, None)
         if kind in kinds:
             zero[part] = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
-        if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) not in stages:
-            raise UserError(f"{part} needs ZeRO stage {' or '.join(map(str, stages))}: --zero_stage")
+        if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) < lowest:
+            raise UserError(f"{part} needs ZeRO stage {lowest} or more: --zero_stage {lowest}")
 
     if settings.dtype is not None:
         fp16["enabled"], bf16["enabled"] = settings.dtype == "fp16", settings.dtype == "bf16"
     # By capability, since is_bf16_supported() is true even on a T4, which only emulates it.
-    old_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    if bf16.get("enabled") and old_gpu:
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    if bf16.get("enabled") and old:
         fp16["enabled"], bf16["enabled"] = True, False
         print0("precision: fp16 instead of bf16, which GPUs have from Ampere on")
     if fp16.get("enabled") and not get_accelerator().is_fp16_supported():
@@ -304,8 +310,9 @@ def apply_settings(config, settings):
 
 def complete_schedule(config, total_updates):
     """Fill in the length of the schedule if it is open; shorten a warmup that outlasts the run."""
-    scheduler = config.get("scheduler") or {"type": ""}
-    kind, params = getattr(lr_schedules, scheduler["type"], None), scheduler.setdefault("params", {})
+    scheduler = config.get("scheduler", {})
+    params = scheduler.setdefault("params", {})
+    kind = getattr(lr_schedules, scheduler.get("type", ""), None)
     if kind and "total_num_steps" in inspect.signature(kind).parameters:
         total = params.setdefault("total_num_steps", total_updates)
         if params.get("warmup_num_steps", 1000) > total // 2:
@@ -326,15 +333,13 @@ def start_engine(model, parameters, config):
 
 
 def load_ds_config(settings):
-    """The DeepSpeed config of this run, a dict: the JSON and the overrides in `settings`, rehearsed."""
+    """The DeepSpeed config of this run: the JSON with the overrides of `settings`, rehearsed."""
     here = Path(globals().get("__file__", "notebook")).parent
     path = Path(settings.deepspeed_config or here / "ds_config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name the JSON with --deepspeed_config") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--deepspeed_config {path}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("optimizer"), dict):
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
     if '"auto"' in json.dumps(config):
@@ -342,29 +347,28 @@ def load_ds_config(settings):
     try:
         apply_settings(config, settings)
         rehearsal = ReadKeys(copy.deepcopy(config))
-        for monitor, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
-                                 ("wandb", "wandb"), ("comet", "comet_ml")):
-            if config.get(monitor, {}).get("enabled"):
+        for name, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
+                              ("wandb", "wandb"), ("comet", "comet_ml")):
+            if config.get(name, {}).get("enabled"):
+                rehearsal[name]["enabled"] = False
                 if importlib.util.find_spec(package) is None:
-                    raise UserError(f"{path}: {monitor} is enabled, so run: pip install {package}")
-                rehearsal[monitor]["enabled"] = False
-                if monitor in ("tensorboard", "csv_monitor"):
-                    folder = {"output_path": settings.output_dir, "job_name": monitor}
-                    config[monitor] = folder | config[monitor]
+                    raise UserError(f"{path}: {name} is enabled, so run: pip install {package}")
+                if name in ("tensorboard", "csv_monitor"):
+                    folder = {"output_path": settings.output_dir, "job_name": name}
+                    config[name] = folder | config[name]
         complete_schedule(rehearsal, 10**6)
         engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
         engine.set_gradient_accumulation_boundary(True)
-        engine.backward(engine(torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])).sum())
+        row = torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])
+        engine.backward(engine(row).sum())
         engine.step()
-    except Exception as error:  # of many types; all are about the file
+    except Exception as error:  # of many types, and all about the file
         compiled = not config["optimizer"].get("params", {}).get("torch_adam")
         hint = '; "torch_adam": true in optimizer.params needs no compiler' if compiled else ""
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
-            near = difflib.get_close_matches(key, rehearsal.read, 1)
-            raise UserError(f"{path}: DeepSpeed has no key {key!r}"
-                            + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise UserError(f"{path}: unknown key {key}{did_you_mean(key, rehearsal.read)}")
     config.pop("train_batch_size", None)  # it may stand for the accumulation
     config["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
     config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
@@ -382,26 +386,23 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## GPU memory
-# *Allocated* is what tensors take, *reserved* what torch's caching allocator holds, *peak* the most
-# that was allocated since the last report: memory runs out at a peak, not at an average. On a CPU all
+# *Allocated* is what tensors take, *reserved* what torch's allocator holds, *peak* the most that
+# was allocated since the last report: memory runs out at a peak, not at an average. On a CPU all
 # three are the resident memory (rss) of the process, and labelled so.
 
 
 # %%
-def memory_gib():
-    """`{allocated, reserved, peak, total}` of this process's device in GiB. Starts a new peak."""
+def memory_gib(label=None):
+    """`{allocated, reserved, peak, total}` of this rank's device in GiB. Starts a new peak."""
     device = get_accelerator()
     sizes = {"allocated": device.memory_allocated(), "reserved": device.memory_reserved(),
              "peak": device.max_memory_allocated(), "total": device.total_memory()}
+    sizes = {name: size / 2**30 for name, size in sizes.items()}
     device.reset_peak_memory_stats()
-    return {name: size / 2**30 for name, size in sizes.items()}
-
-
-def log_memory(label):
-    """Print the device memory of rank 0."""
-    kind = "rss" if get_accelerator().device_name() == "cpu" else "GPU memory"
-    sizes = ", ".join(f"{name} {size:.2f}" for name, size in memory_gib().items())
-    print0(f"{kind} {label}: {sizes} GiB")
+    if label:
+        kind = "rss" if device.device_name() == "cpu" else "GPU memory"
+        print0(f"{kind} {label}, GiB: " + ", ".join(f"{k} {v:.2f}" for k, v in sizes.items()))
+    return sizes
 
 
 # %% [markdown]
@@ -418,15 +419,15 @@ def log_memory(label):
 class SyntheticTextDataset(Dataset):
     """`num_samples` samples `{"input_ids": int64 (seq_len,)}` of ids below `vocab_size`.
 
-    `structure` is the probability of the rule, `zipf` the exponent of the frequencies; both 0: plain
-    uniform noise. `first` shifts the indices, to other samples of the same source.
+    `structure` is the probability of the rule, `zipf` the exponent of the frequencies (with both 0:
+    uniform noise). `first` shifts the indices, to other samples of the same source.
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, structure=0.9, zipf=1.0, seed=0, first=0):
         self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
         self.structure, self.seed, self.first = structure, seed, first
         rng = np.random.default_rng(seed)
-        self.cycle = rng.permutation(vocab_size)  # a token's successor is the next one in this cycle,
+        self.cycle = rng.permutation(vocab_size)  # a token's successor is the next in this cycle,
         self.place = np.argsort(self.cycle)  # so k successors on is k places on
         frequency = rng.permutation((1.0 + np.arange(vocab_size)) ** -zipf)
         self.fresh = frequency / frequency.sum()  # probability of a fresh draw, by place
@@ -459,31 +460,27 @@ class SyntheticTextDataset(Dataset):
         draws = np.searchsorted(self.below, rng.random(self.seq_len), side="right")
         fresh = rng.random(self.seq_len) >= self.structure
         last = np.maximum.accumulate(np.where(fresh, step, 0))  # the step of the last fresh draw
-        return {"input_ids": torch.from_numpy(self.cycle[(draws[last] + step - last) % self.vocab_size])}
+        place = (draws[last] + step - last) % self.vocab_size
+        return {"input_ids": torch.from_numpy(self.cycle[place])}
 
-
-# %%
-if __name__ == "__main__":
-    example = SyntheticTextDataset(num_samples=8, seq_len=128, vocab_size=1024)
-    print0(f"synthetic: {example[0]['input_ids'][:12].tolist()}… entropy floor"
-           f" {example.entropy_floor():.3f} of ln(1024) = {math.log(1024):.3f} nats per token")
 
 # %% [markdown]
 # ## Real text
-# Documents are tokenized once, each followed by an end-of-text token, joined, and cut into full blocks,
-# so there is no padding to leak into the loss. The blocks lie memory-mapped in the cache of `datasets`:
-# a corpus larger than RAM costs no more memory, the ranks of a host share one copy, and a second run
-# starts at once. The last blocks are held out.
+# Documents are tokenized once, each followed by an end-of-text token, joined, and cut into full
+# blocks: no padding can leak into the loss. The blocks lie memory-mapped in the cache of
+# `datasets`: a corpus larger than RAM costs no more memory, the ranks of a host share one copy, and
+# a second run starts at once. The last blocks are held out.
 #
-# Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns token t+2.
+# Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns t+2.
 
 
 # %%
 def load_tokenizer(name):
     """GPT-2's BPE, any folder or hub name, or `byte`: ByT5's 256 bytes and 128 special ids."""
     try:
-        tokenizer = transformers.ByT5Tokenizer() if name == "byte" else AutoTokenizer.from_pretrained(name)
-        if tokenizer.eos_token_id is None or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        byte = name == "byte"
+        tokenizer = transformers.ByT5Tokenizer() if byte else AutoTokenizer.from_pretrained(name)
+        if tokenizer.eos_token_id is None or not tokenizer.tokenize("a"):
             raise ValueError("it has no end-of-text token, or no vocabulary")
     except Exception as error:  # of the hub, of files, of formats: other types in each version
         raise UserError(f"--tokenizer {name}: not usable, here or on the hub"
@@ -493,7 +490,7 @@ def load_tokenizer(name):
 
 
 def read_text(files):
-    """Yield text files in pieces of about 64 KiB that end with a line; `last` marks a file's end."""
+    """Yield text files in pieces of some 64 KiB that end with a line; `last` marks a file's end."""
     for path, *_ in files:
         with open(path, encoding="utf-8") as file:
             piece = "".join(file.readlines(2**16))
@@ -504,12 +501,12 @@ def read_text(files):
 
 
 def load_text_dataset(names, tokenizer, seq_len):
-    """Blocks `{"input_ids": int64 (seq_len,)}` of text files (one document each), of .jsonl, .csv or
-    .parquet files or a hub dataset with a column `text` (one document a row). Cached."""
+    """Blocks `{"input_ids": int64 (seq_len,)}` of text files, a document each, or of the rows of
+    .json(l), .csv or .parquet files or a hub dataset, a document each in the column `text`."""
     import datasets  # here, since it takes a second for which a synthetic run need not wait
 
     def pack(rows):
-        ids = tokenizer(rows["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ids = tokenizer(rows["text"], add_special_tokens=False)["input_ids"]
         ends = rows.get("last", [True] * len(ids))
         stream = [i for row, end in zip(ids, ends) for i in row + [tokenizer.eos_token_id] * end]
         starts = range(0, len(stream) - seq_len + 1, seq_len)
@@ -522,8 +519,9 @@ def load_text_dataset(names, tokenizer, seq_len):
     try:
         if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
             stamped = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files]
-            pieces = datasets.Features({"text": datasets.Value("string"), "last": datasets.Value("bool")})
-            documents = datasets.Dataset.from_generator(read_text, pieces, gen_kwargs={"files": stamped})
+            documents = datasets.Dataset.from_generator(
+                read_text, gen_kwargs={"files": stamped}, features=datasets.Features(
+                    {"text": datasets.Value("string"), "last": datasets.Value("bool")}))
         elif files:
             documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train")
         else:
@@ -541,9 +539,9 @@ def load_text_dataset(names, tokenizer, seq_len):
 
 # %% [markdown]
 # ## The shape of the model
-# The presets are GPT-2's published sizes. Three choices compute the same faster than the defaults of
-# transformers: a vocabulary padded to a multiple of 64, which matrix units like; `gelu_pytorch_tanh`,
-# which is `gelu_new` in one kernel; and no dropout.
+# The presets are GPT-2's published sizes. Three choices make the same function faster than the
+# defaults of transformers: a vocabulary padded to a multiple of 64, which matrix units like,
+# `gelu_pytorch_tanh`, which is `gelu_new` in one kernel, and no dropout.
 
 # %%
 PRESETS = {"nano": (2, 4, 128), "124M": (12, 12, 768), "355M": (24, 16, 1024),
@@ -551,7 +549,7 @@ PRESETS = {"nano": (2, 4, 128), "124M": (12, 12, 768), "355M": (24, 16, 1024),
 
 
 def gpt2_config(settings):
-    """`(GPT2Config, tokenizer)` of a preset or a model to fine-tune; no tokenizer for synthetic data."""
+    """`(GPT2Config, tokenizer)` of a preset or a model to fine-tune; for synthetic data, None."""
     name = settings.model or ("nano" if get_accelerator().device_name() == "cpu" else "124M")
     tokenizer, choices = None, {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0,
                                 "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -575,7 +573,7 @@ def gpt2_config(settings):
     if (settings.seq_len or 0) > config.n_positions:
         raise UserError(f"--seq_len {settings.seq_len}: {name} has {config.n_positions} positions")
     if tokenizer and len(tokenizer) > config.vocab_size:
-        raise UserError(f"--tokenizer: has {len(tokenizer)} tokens, {name} only {config.vocab_size}")
+        raise UserError(f"--tokenizer: has {len(tokenizer)} ids, {name} only {config.vocab_size}")
     return config, tokenizer
 
 
@@ -588,25 +586,25 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## Batches for every rank
-# An update takes micro-batch × accumulation × processes samples, in an order that is new in each epoch
-# and the same for any number of processes. So the number of updates alone tells where a run stands in
-# its data.
+# An update takes micro-batch × accumulation × processes samples, in an order that is new in each
+# epoch and the same for any number of processes: the number of updates tells where a run stands.
 #
 # Traps: the loader of `deepspeed.initialize(training_data=…)` repeats the first epoch's order for
-# ever, a plain `DataLoader` gives all ranks the same samples, and micro-batches left over by an epoch
-# spill into the first update of the next.
+# ever, a plain `DataLoader` gives all ranks the same samples, and micro-batches left over by an
+# epoch spill into the first update of the next.
 
 
 # %%
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
     """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
     if settings.data == ["synthetic"]:
-        size = settings.num_samples or 5120
+        size = settings.num_samples or 4608
         source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
-        held_out = SyntheticTextDataset(math.ceil(size * settings.eval_fraction), **source, first=size)
-        return SyntheticTextDataset(size, **source), held_out
+        held_out = math.ceil(size * settings.eval_fraction)
+        return (SyntheticTextDataset(size, **source),
+                SyntheticTextDataset(held_out, **source, first=size))
     blocks, sizes = [], [None] * dist.get_world_size()
-    for turn in (True, False):  # the first process of a host fills the cache, the others read it
+    for turn in (True, False):  # one process of a host fills the cache, then the others read it
         if turn == (os.environ["LOCAL_RANK"] == "0"):
             blocks = load_text_dataset(settings.data, tokenizer, seq_len)
         dist.all_gather_object(sizes, len(blocks))
@@ -618,7 +616,7 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
 
 
 class UpdateSampler(DistributedSampler):
-    """A rank's sample indices of an epoch: whole updates, from the sample `start` on (to resume)."""
+    """A rank's sample indices of an epoch: whole updates, from sample `start` on (to resume)."""
 
     def __init__(self, dataset, per_update, ranks, rank, seed):
         super().__init__(dataset, ranks, rank, seed=seed, drop_last=True)
@@ -633,26 +631,26 @@ class UpdateSampler(DistributedSampler):
 
 
 def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
-    """A loader of micro-batches `{"input_ids": int64 (micro_batch, seq_len)}`, the share of `rank`."""
+    """A loader of micro-batches `{"input_ids": int64 (micro_batch, seq_len)}` for `rank`."""
     sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
     if not sampler.updates:
-        raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation} (accumulation)"
-                        f" x {ranks} (processes) samples, and the data has {len(dataset)}: give more"
-                        " data, or a smaller --micro_batch, --grad_accum or --seq_len")
-    on_gpu = torch.cuda.is_available()  # a process of its own draws samples while the GPU computes
-    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu, num_workers=int(on_gpu),
-                      prefetch_factor=2 * accumulation if on_gpu else None,
-                      worker_init_fn=ignore_signals)
+        raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation}"
+                        f" (accumulation) x {ranks} (processes) samples, and the data has"
+                        f" {len(dataset)}: give more, or a smaller --micro_batch or --grad_accum")
+    on_gpu = torch.cuda.is_available()  # a process of its own makes batches while the GPU computes
+    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
+                      num_workers=int(on_gpu), worker_init_fn=ignore_signals,
+                      prefetch_factor=2 * accumulation if on_gpu else None)
 
 
 def ignore_signals(worker):
-    """For a loader's process: a Ctrl-C reaches it, too, but the update that it feeds is finished first."""
+    """In the loader's process: Ctrl-C reaches it as well, but the update that it feeds goes on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def updates(loader, accumulation, begin, end):
-    """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, counted over all epochs."""
+    """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, over all epochs."""
     while begin < end:
         epoch, done = divmod(begin, loader.sampler.updates)
         loader.sampler.set_epoch(epoch)
@@ -669,29 +667,29 @@ if __name__ == "__main__":
     loader = build_dataloader(training, micro_batch, accumulation, ranks, rank, settings.seed)
     total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
     samples = micro_batch * accumulation * ranks
-    print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update = {micro_batch}"
-           f" (micro-batch) x {accumulation} (accumulation) x {ranks} (processes) = {samples} samples"
-           f" = {samples * seq_len:,} tokens\n{loader.sampler.updates} updates per epoch,"
-           f" {total_updates} in all")
+    print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update ="
+           f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {ranks} (processes) ="
+           f" {samples} samples = {samples * seq_len:,} tokens\n"
+           f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
     ids = training[next(iter(loader.sampler))]["input_ids"]
-    print0(f"the first sample: {ids[:12].tolist()}…"
-           + (f" reads {tokenizer.decode(ids)[:80]!r}…" if tokenizer else ""))
+    text = tokenizer.decode(ids) if tokenizer else str(ids.tolist())
+    print0(f"the first sample: {text[:80]!r}…")
 
 # %% [markdown]
 # ## GPT-2
 # Built by transformers, with DeepSpeed's chunked loss: it never makes the fp32 logits (batch, seq,
-# vocabulary), the largest tensor of all. Weight decay is for matrices, told by their dimensions: the
-# list of names that everybody copies misses GPT-2's norms, `ln_1` and `ln_f`.
+# vocabulary), the largest tensor of all. Weight decay is for matrices, told by their dimensions:
+# the list of names that everybody copies misses GPT-2's norms, `ln_1` and `ln_f`.
 #
-# Trap: under ZeRO-3 a model is sharded while it is built, and initialising shards fills empty tensors:
-# the first loss is 170 instead of 7, without a word. `HfDeepSpeedConfig`, kept alive, makes
-# transformers shard. The initialisation is written out, on gathered parameters: the same weights at
-# every stage and on any number of ranks.
+# Trap: under ZeRO-3 a model is sharded while it is built, and initialising shards fills empty
+# tensors: the first loss is 170 instead of 7, without a word. `HfDeepSpeedConfig`, kept alive,
+# makes transformers shard. The initialisation is written out, on gathered parameters: the same
+# weights at every stage and on any number of ranks.
 
 
 # %%
 def build_model(config, settings, ds_config):
-    """GPT-2 in fp32 on this rank's device; under ZeRO-3 its shards, in the precision of training."""
+    """GPT-2 in fp32 on this rank's device; under ZeRO-3 its shards, in the training's precision."""
     unset_hf_deepspeed_config()  # of an earlier run in this kernel
     zero3 = ds_config["zero_optimization"]["stage"] == 3
     sharding = HfDeepSpeedConfig(ds_config) if zero3 else None
@@ -711,7 +709,7 @@ def build_model(config, settings, ds_config):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """GPT-2's: N(0, 0.02), and smaller by sqrt(2 layers) in the last matrix of a residual branch."""
+    """GPT-2's: N(0, 0.02), and 1/sqrt(2 layers) of it in the last matrix of a residual branch."""
     device, std = get_accelerator().current_device_name(), model.config.initializer_range
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -733,24 +731,25 @@ def full_shape(parameter):
 
 def parameter_groups(model):
     """Two optimizer groups: matrices with the JSON's weight decay, biases and norms without."""
+    vectors = [p for p in model.parameters() if len(full_shape(p)) < 2]
     return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2]},
-            {"params": [p for p in model.parameters() if len(full_shape(p)) < 2], "weight_decay": 0.0}]
+            {"params": vectors, "weight_decay": 0.0}]
 
 
 # %%
 if __name__ == "__main__":
-    if "engine" in globals():  # the cells run again in one kernel
-        engine.destroy()
+    if globals().get("engine"):  # the cells run again in one kernel
+        globals()["engine"].destroy()
         engine = model = None
     model = build_model(config, settings, ds_config)
     print0(f"{sum(math.prod(full_shape(p)) for p in model.parameters()):,} parameters")
-    log_memory("with the model")
+    memory_gib("with the model")
 
 # %% [markdown]
 # ## The engine
-# `deepspeed.initialize` wraps model, optimizer and schedule. What only the script knows is filled in:
-# the number of updates, and buckets no larger than the model. At the default of 5e8 elements, ZeRO
-# costs a small model more memory than it saves.
+# `deepspeed.initialize` wraps model, optimizer and schedule. What only the script knows is filled
+# in: the number of updates, and buckets no larger than the model. At the default of 5e8 elements,
+# ZeRO costs a small model more memory than it saves.
 
 
 # %%
@@ -769,7 +768,7 @@ if __name__ == "__main__":
     engine = build_engine(model, ds_config, total_updates)
     print0(f"ZeRO-{engine.zero_optimization_stage()}, {type(engine.basic_optimizer).__name__},"
            f" {engine.get_data_types()[0]}")
-    log_memory("with the engine")
+    memory_gib("with the engine")
 
 # %% [markdown]
 # ## One training step
@@ -798,8 +797,8 @@ def train_step(engine, micro_batches):
 
 # %% [markdown]
 # ## Evaluation
-# The mean loss on held-out samples; as perplexity, exp(loss); for text also as bits per byte, the only
-# one to compare across tokenizers, since longer tokens have a larger loss.
+# The mean loss on held-out samples; as perplexity, exp(loss); for text also as bits per byte, the
+# only one to compare across tokenizers, since longer tokens have a larger loss.
 #
 # Trap: under ZeRO-3 a forward pass gathers weights from all ranks, so all must run equally many, or
 # the run hangs. A rank that has run out of samples repeats one, with weight 0.
@@ -835,9 +834,9 @@ def count_bytes_per_token(dataset, tokenizer):
 
 # %% [markdown]
 # ## Checkpoints and export
-# A DeepSpeed checkpoint has all that training needs: each rank's shards of weights and optimizer, the
-# schedule, the loss scale, the number of updates. An export is what everybody else needs: a folder for
-# `from_pretrained`.
+# A DeepSpeed checkpoint has all that training needs: each rank's shards of weights and optimizer,
+# the schedule, the loss scale, the number of updates. An export is what everybody else needs: a
+# folder for `from_pretrained`.
 #
 # Traps: rank 0 saving alone waits for the others for ever, and under ZeRO-3 a plain `state_dict()`
 # holds empty placeholders: each parameter must first be gathered.
@@ -867,7 +866,7 @@ def load_checkpoint(engine, settings):
 
 
 def export_model(engine, tokenizer, folder):
-    """Write weights, config and tokenizer to `folder`, for `from_pretrained`. Called by all ranks."""
+    """Write model and tokenizer to `folder`, for `from_pretrained`. Called by all ranks."""
     state, part = {}, Path(f"{folder}.part")  # renamed at the end, so a folder is always whole
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -884,8 +883,8 @@ def export_model(engine, tokenizer, folder):
 
 # %% [markdown]
 # ## The training loop
-# What waits for the device (`.item()`) or for other ranks happens only when a line is logged. Speed is
-# tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C and
+# What waits for the device (`.item()`) or for other ranks happens only when a line is logged. Speed
+# is tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C and
 # SIGTERM finish the update and save; a second one stops at once.
 
 
@@ -908,15 +907,16 @@ def noted_signals():
 
 
 def train(engine, loader, held_out, settings, total_updates, history, bytes_per_token=None):
-    """Train up to `total_updates`, or `settings.stop_after` updates of this run. Called by all ranks.
+    """Train up to `total_updates`, or for `settings.stop_after` updates. Called by all ranks.
 
     Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
     signal that ended the training, 0 if none did.
     """
     device, ranks, per_epoch = get_accelerator(), dist.get_world_size(), loader.sampler.updates
-    begin = engine.global_steps
-    end = total_updates if settings.stop_after is None else begin + settings.stop_after
-    end, epochs, width = min(end, total_updates), -(-total_updates // per_epoch), len(str(total_updates))
+    begin, end = engine.global_steps, total_updates
+    if settings.stop_after is not None:
+        end = min(end, begin + settings.stop_after)
+    epochs, width = math.ceil(total_updates / per_epoch), len(str(total_updates))
     tokens_per_update = engine.train_batch_size() * len(held_out[0]["input_ids"])
     memory_kind = "rss" if device.device_name() == "cpu" else "mem"
     visible = dist.get_rank() == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)
@@ -924,7 +924,8 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
     write = bar.write if visible else print0
     logged, clock, stop = begin, time.perf_counter(), 0
     with noted_signals() as received:
-        for epoch, micro_batches in updates(loader, engine.gradient_accumulation_steps(), begin, end):
+        accumulation = engine.gradient_accumulation_steps()
+        for epoch, micro_batches in updates(loader, accumulation, begin, end):
             lr = engine.get_lr()[0]
             loss = train_step(engine, micro_batches)
 
@@ -940,19 +941,20 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                 dist.all_reduce(loss)  # the loss of rank 0 is not the loss
                 loss = loss.item() / ranks
                 speed = (step - logged) * tokens_per_update / (time.perf_counter() - clock)
-                scale, norm = getattr(engine.optimizer, "cur_scale", 1), engine.get_global_grad_norm()
-                memory = memory_gib()
-                write(f"epoch {epoch + 1}/{epochs} | step {step:{width}}/{total_updates} | loss {loss:.4f}"
-                      f" | lr {lr:.2e} | norm {math.nan if norm is None else float(norm):5.2f} | scale"
-                      f" {scale:.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s |"
-                      f" {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f} GiB"
-                      f" ({memory['peak'] / memory['total']:.0%})")
+                memory, scale = memory_gib(), getattr(engine.optimizer, "cur_scale", 1)
+                norm = engine.get_global_grad_norm() or math.nan  # ZeRO-0 in fp32 does not tell it
+                write(f"epoch {epoch + 1}/{epochs} | step {step:{width}}/{total_updates}"
+                      f" | loss {loss:.4f} | lr {lr:.2e} | norm {float(norm):5.2f}"
+                      f" | scale {scale:.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s"
+                      f" | {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f}"
+                      f" GiB ({memory['peak'] / memory['total']:.0%})")
                 if not math.isfinite(loss):
                     raise RuntimeError(f"the loss is {loss} at update {step}, loss scale {scale}")
                 history["train"].append((step, loss))
-                values = {"train_loss": loss, "tokens_per_second": speed, "peak_memory_gib": memory["peak"]}
-                engine.monitor.write_events([(f"Train/Samples/{name}", value, engine.global_samples)
-                                             for name, value in values.items()])
+                engine.monitor.write_events([
+                    ("Train/Samples/train_loss", loss, engine.global_samples),
+                    ("Train/Samples/tokens_per_second", speed, engine.global_samples),
+                    ("Train/Samples/peak_memory_gib", memory["peak"], engine.global_samples)])
                 logged, clock = step, time.perf_counter()
             pause = time.perf_counter()
             if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
@@ -960,7 +962,8 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                 write(f"held out | step {step:{width}}/{total_updates} | "
                       + " | ".join(f"{name} {value:.4f}" for name, value in result.items()))
                 history["eval"].append((step, result["loss"]))
-                engine.monitor.write_events([("Eval/Samples/loss", result["loss"], engine.global_samples)])
+                engine.monitor.write_events([
+                    ("Eval/Samples/loss", result["loss"], engine.global_samples)])
             if step % (settings.save_every or per_epoch) == 0 or last:
                 save_checkpoint(engine, settings, history)
             clock += time.perf_counter() - pause
@@ -993,7 +996,7 @@ def plot_loss(history, path, floor=None):
 # %%
 @torch.no_grad()
 def generate(engine, prompt, max_new_tokens, vocabulary, seed):
-    """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest each."""
+    """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest."""
     model, prompt = engine.module.eval(), prompt[None].to(engine.device)
     torch.manual_seed(seed)
     length = min(prompt.shape[1] + max_new_tokens, model.config.n_positions)
@@ -1031,7 +1034,7 @@ if __name__ == "__main__":
     floor = held_out.entropy_floor() if settings.data == ["synthetic"] else None
     history = load_checkpoint(engine, settings)
     before = evaluate(engine, held_out, micro_batch, bytes_per_token)["loss"]
-    print0(f"held out, before: loss {before:.4f}; ln(vocabulary) = {math.log(config.vocab_size):.4f}"
+    print0(f"held out, before: loss {before:.4f}; ln(vocabulary) {math.log(config.vocab_size):.4f}"
            + (f"; entropy floor {floor:.4f}" if floor else ""))
     show_sample(engine, held_out, tokenizer, settings, "before")
 
@@ -1044,7 +1047,7 @@ if __name__ == "__main__":
     if stop:
         print0(f"stopped by {signal.Signals(stop).name} and saved; --resume auto continues")
         sys.exit(128 + stop)
-    log_memory("after training")
+    memory_gib("after training")
 
 # %%
 if __name__ == "__main__":
@@ -1058,3 +1061,5 @@ if __name__ == "__main__":
                + (f", {after / floor - 1:.1%} above the entropy floor" if floor else ""))
     print0(f"written to {output_dir}: model, checkpoints, tensorboard, loss.png")
     dist.barrier()  # no rank leaves while rank 0 writes
+    if "ipykernel" not in sys.modules:  # where a cell may run again
+        dist.destroy_process_group()

@@ -37,8 +37,9 @@ def test_curves_agree(curves):
         elif "bf16" in name:
             assert curve["losses"] == pytest.approx(reference, rel=0.01), name
         else:
-            assert curve["losses"] == pytest.approx(curves["fp16 ZeRO-1"]["losses"], rel=0.01), name
             assert curve["losses"][-1] < curve["losses"][0] - 0.3, name
+            if "ZeRO-0" not in name:  # there DeepSpeed starts the loss scale higher, and skips more
+                assert curve["losses"] == pytest.approx(curves["fp16 ZeRO-1"]["losses"], rel=0.01), name
 
 
 def test_overflows_are_skipped_and_the_scale_comes_down(train, tmp_path, ds_json):

@@ -1,0 +1,72 @@
+"""The file as a notebook, in a real kernel: as jupytext makes it, in one cell, twice, and under %run."""
+
+import jupytext
+import nbclient
+import nbformat
+import pytest
+from conftest import SCRIPT, clean_environment
+
+PARSE = "settings = parse_settings(sys.argv)"
+SMALL = "settings = Settings(max_steps=6, num_samples=256, log_every=2)"  # as a user would edit the cell
+
+
+@pytest.fixture(autouse=True)
+def no_process_group(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert clean_environment()
+
+
+def source():
+    text = SCRIPT.read_text()
+    assert text.count(PARSE) == 1
+    return text.replace(PARSE, SMALL)
+
+
+def execute(notebook, folder):
+    """Run all cells in a kernel in `folder`; return what they printed."""
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def check(printed, folder, times=1):
+    assert printed.count("| step 6/6 |") == 2 * times and printed.count("written to") == times
+    assert (folder / "runs/gpt2/model/model.safetensors").is_file()
+    assert (folder / "runs/gpt2/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_notebook_of_jupytext(checkout):
+    notebook = jupytext.reads(source(), fmt="py:percent")
+    install = notebook.cells[1]
+    assert install.cell_type == "code" and "\n%pip install" in install.source  # live in the notebook only
+    kinds = [cell.cell_type for cell in notebook.cells]
+    assert kinds[0] == "markdown" and kinds.count("markdown") > 12 and kinds.count("code") > 25
+    check(execute(notebook, checkout), checkout)
+
+
+def test_all_cells_twice_in_one_kernel(checkout):
+    notebook = jupytext.reads(source(), fmt="py:percent")
+    notebook.cells = notebook.cells[2:] + [cell.copy() for cell in notebook.cells[2:]]
+    check(execute(notebook, checkout), checkout, times=2)
+
+
+def test_pasted_into_one_cell(checkout):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source())])
+    check(execute(notebook, checkout), checkout)
+
+
+def test_under_run(checkout):
+    code = "%run train_gpt2_deepspeed.py --max_steps 6 --num_samples 256 --log_every 2"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    check(execute(notebook, checkout), checkout)
+
+
+def test_an_error_stops_the_notebook_with_its_line(checkout):
+    (checkout / "ds_config.json").unlink()
+    notebook = jupytext.reads(source(), fmt="py:percent")
+    notebook.cells = notebook.cells[2:]
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="UserError"):
+        execute(notebook, checkout)
+    printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+    assert "ds_config.json" in printed and "No such file" in printed and "held out" not in printed
