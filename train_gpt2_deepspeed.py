@@ -112,7 +112,7 @@ class Settings:
     seq_len: int | None = option(None, "tokens per sample (1024, nano 128; fine-tuning: all)")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, more time")
     # data
-    data: list[str] | None = option(None, "files, quoted globs, one hub dataset, or synthetic")
+    data: list[str] | None = option(None, "synthetic, files, quoted globs, or a hub dataset")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
     num_samples: int | None = option(None, "synthetic training samples (4608), or a limit")
     eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
@@ -147,11 +147,10 @@ class Settings:
             raise UserError(f"--eval_fraction {self.eval_fraction}: must lie between 0 and 1")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise UserError(f"--lr {self.lr}: must be a positive number")
-        if not (self.offload or "none").startswith(("none", "optimizer", "all", "nvme:")):
+        if self.offload not in (None, "none", "optimizer", "all") and self.offload[:5] != "nvme:":
             raise UserError(f"--offload {self.offload}: give none, optimizer, all or nvme:FOLDER")
         for name in self.data:
-            is_file = len(self.data) > 1 or Path(name).suffix in FORMATS
-            if is_file and not glob.glob(name, recursive=True):
+            if Path(name).suffix in FORMATS and not glob.glob(name, recursive=True):
                 raise UserError(f"--data {name}: no such file")
         if self.resume not in ("never", "auto") and not (Path(self.resume) / "latest").is_file():
             raise UserError(f"--resume {self.resume}: no checkpoint there (no file 'latest')")
@@ -344,27 +343,30 @@ def load_ds_config(settings):
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
+    compiled = not config["optimizer"].get("params", {}).get("torch_adam")
     try:
         apply_settings(config, settings)
         rehearsal = ReadKeys(copy.deepcopy(config))
         for name, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
                               ("wandb", "wandb"), ("comet", "comet_ml")):
             if config.get(name, {}).get("enabled"):
-                rehearsal[name]["enabled"] = False
                 if importlib.util.find_spec(package) is None:
                     raise UserError(f"{path}: {name} is enabled, so run: pip install {package}")
+                rehearsal[name]["enabled"] = False
                 if name in ("tensorboard", "csv_monitor"):
                     folder = {"output_path": settings.output_dir, "job_name": name}
                     config[name] = folder | config[name]
         complete_schedule(rehearsal, 10**6)
+        if compiled:
+            print0("optimizer: DeepSpeed compiles its own now, unless it has been before")
         engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
         engine.set_gradient_accumulation_boundary(True)
         row = torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])
         engine.backward(engine(row).sum())
         engine.step()
     except Exception as error:  # of many types, and all about the file
-        compiled = not config["optimizer"].get("params", {}).get("torch_adam")
-        hint = '; "torch_adam": true in optimizer.params needs no compiler' if compiled else ""
+        hint = ('; if it did not compile: set optimizer.params "torch_adam": true, or install a'
+                " compiler, python3-dev, ninja and, for a GPU, nvcc" if compiled else "")
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
@@ -514,9 +516,12 @@ def load_text_dataset(names, tokenizer, seq_len):
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    files = sorted({path for name in names for path in glob.glob(name, recursive=True)})
+    found = {path for name in names for path in glob.glob(name, recursive=True)}
+    files = sorted(filter(os.path.isfile, found))
     kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
     try:
+        if files and not any(map(os.path.getsize, files)):
+            raise ValueError("empty")
         if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
             stamped = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files]
             documents = datasets.Dataset.from_generator(
@@ -525,7 +530,7 @@ def load_text_dataset(names, tokenizer, seq_len):
         elif files:
             documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train")
         else:
-            documents = datasets.load_dataset(*names, split="train")
+            documents = datasets.load_dataset(*names, split="train")  # its name, its configuration
         row = datasets.Sequence(datasets.Value("int32"), length=seq_len)
         blocks = documents.map(pack, batched=True, remove_columns=documents.column_names,
                                features=datasets.Features({"input_ids": row}))
@@ -936,10 +941,13 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                 dist.all_reduce(signals, op=dist.ReduceOp.MAX)
                 stop = int(signals)
             last = step == end or stop
+            logging = step % settings.log_every == 0 or step == begin + 1 or last
+            saving = step % (settings.save_every or per_epoch) == 0 or last
             bar.update()
-            if step % settings.log_every == 0 or step == begin + 1 or last:
+            if logging or saving:
                 dist.all_reduce(loss)  # the loss of rank 0 is not the loss
                 loss = loss.item() / ranks
+            if logging:
                 speed = (step - logged) * tokens_per_update / (time.perf_counter() - clock)
                 memory, scale = memory_gib(), getattr(engine.optimizer, "cur_scale", 1)
                 norm = engine.get_global_grad_norm() or math.nan  # ZeRO-0 in fp32 does not tell it
@@ -948,14 +956,14 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                       f" | scale {scale:.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s"
                       f" | {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f}"
                       f" GiB ({memory['peak'] / memory['total']:.0%})")
-                if not math.isfinite(loss):
-                    raise RuntimeError(f"the loss is {loss} at update {step}, loss scale {scale}")
                 history["train"].append((step, loss))
                 engine.monitor.write_events([
                     ("Train/Samples/train_loss", loss, engine.global_samples),
                     ("Train/Samples/tokens_per_second", speed, engine.global_samples),
                     ("Train/Samples/peak_memory_gib", memory["peak"], engine.global_samples)])
                 logged, clock = step, time.perf_counter()
+            if (logging or saving) and not math.isfinite(loss):  # before it can be saved
+                raise RuntimeError(f"the loss is {loss} at update {step}")
             pause = time.perf_counter()
             if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
                 result = evaluate(engine, held_out, loader.batch_size, bytes_per_token)
@@ -964,7 +972,7 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                 history["eval"].append((step, result["loss"]))
                 engine.monitor.write_events([
                     ("Eval/Samples/loss", result["loss"], engine.global_samples)])
-            if step % (settings.save_every or per_epoch) == 0 or last:
+            if saving:
                 save_checkpoint(engine, settings, history)
             clock += time.perf_counter() - pause
             if stop:
@@ -997,8 +1005,9 @@ def plot_loss(history, path, floor=None):
 @torch.no_grad()
 def generate(engine, prompt, max_new_tokens, vocabulary, seed):
     """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest."""
-    model, prompt = engine.module.eval(), prompt[None].to(engine.device)
+    model = engine.module.eval()
     torch.manual_seed(seed)
+    prompt = prompt[None, -(model.config.n_positions // 2):].to(engine.device)  # leaves room
     length = min(prompt.shape[1] + max_new_tokens, model.config.n_positions)
     padding = list(range(vocabulary, model.config.vocab_size))
     tokens = model.generate(

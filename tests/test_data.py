@@ -178,3 +178,10 @@ def test_less_data_than_an_update_is_refused(gpt2, capsys):
     with pytest.raises(SystemExit, match="2"):
         gpt2.build_dataloader(gpt2.SyntheticTextDataset(7, 8, 64), 2, 4, 1, 0, seed=1)
     assert "2 (micro-batch) x 4 (accumulation) x 1 (processes)" in capsys.readouterr().err
+
+
+def test_a_folder_is_a_dataset_like_one_of_the_hub(gpt2, byte, tmp_path):
+    """What `datasets` finds in it by itself: here the split "train" of a folder of JSON lines."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab", "cd")))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"text": "no"}) + "\n")
+    assert byte.decode(stream(gpt2.load_text_dataset([str(tmp_path)], byte, 3))) == "ab</s>cd</s>"
