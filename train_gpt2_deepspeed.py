@@ -73,7 +73,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 # ZeRO) is up to `ds_config.json`; the last group overrides single keys of it. In a notebook, write
 # `settings = Settings(epochs=1, zero_stage=2)` where the run cell parses the command line.
 
-
 # %%
 def print0(*args, **kwargs):
     """`print` on global rank 0 only. It reads RANK, so it works before there is a process group."""
@@ -103,6 +102,12 @@ def option(default, text):
 
 
 FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def find_files(names):
+    """The files that names and globs stand for, sorted."""
+    found = {path for name in names for path in glob.glob(name, recursive=True)}
+    return sorted(filter(os.path.isfile, found))
 
 
 @dataclasses.dataclass
@@ -143,21 +148,22 @@ class Settings:
         for name, value in vars(self).items():
             if type(value) is int and value < lowest.get(name, 1):
                 raise UserError(f"--{name} {value}: must be at least {lowest.get(name, 1)}")
-        if not 0 < self.eval_fraction < 1:
-            raise UserError(f"--eval_fraction {self.eval_fraction}: must lie between 0 and 1")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise UserError(f"--lr {self.lr}: must be a positive number")
-        if self.offload not in (None, "none", "optimizer", "all") and self.offload[:5] != "nvme:":
-            raise UserError(f"--offload {self.offload}: give none, optimizer, all or nvme:FOLDER")
-        for name in self.data:
-            if Path(name).suffix in FORMATS and not glob.glob(name, recursive=True):
-                raise UserError(f"--data {name}: no such file")
-        if self.resume not in ("never", "auto") and not (Path(self.resume) / "latest").is_file():
-            raise UserError(f"--resume {self.resume}: no checkpoint there (no file 'latest')")
-        folder = Path(self.output_dir).absolute()
+        offload, folder = self.offload or "none", Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise UserError(f"--output_dir {self.output_dir}: cannot write to {existing}")
+        paths = [name for name in self.data if Path(name).suffix in FORMATS]
+        missing = [name for name in paths if not find_files([name])]
+        for name, good, rule in (
+                ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
+                ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
+                ("offload", offload in ("none", "optimizer", "all") or offload[:5] == "nvme:",
+                 "must be none, optimizer, all or nvme:FOLDER"),
+                ("data", not missing, f"no such file: {', '.join(missing)}"),
+                ("resume", self.resume in ("never", "auto") or Path(self.resume, "latest").exists(),
+                 "no checkpoint there (no file 'latest')"),
+                ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
+                 f"cannot write to {existing}")):
+            if not good:
+                raise UserError(f"--{name} {getattr(self, name)}: {rule}")
 
 
 def parse_settings(argv):
@@ -178,7 +184,6 @@ def parse_settings(argv):
         error(f"unknown argument {name}{did_you_mean(name.split('=')[0], flags)}")
     return settings
 
-
 # %%
 if __name__ == "__main__":
     settings = parse_settings(sys.argv)
@@ -193,7 +198,6 @@ if __name__ == "__main__":
 #
 # Trap: on a CPU, DeepSpeed compiles a shared-memory collective here (a minute, and a crash without
 # a compiler). Declared incompatible, it gives way to gloo.
-
 
 # %%
 def init_distributed():
@@ -221,12 +225,9 @@ def init_distributed():
     try:  # so long may one rank tokenize while the others wait
         deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(hours=2))
     except RuntimeError as error:
-        if "in use" not in str(error):
-            raise
-        raise UserError(f"port {os.environ['MASTER_PORT']} is taken: give the launcher another"
-                        " --master_port") from error
+        raise UserError(f"cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                        f" ({error}); is the port taken? Try another --master_port") from error
     return dist.get_rank(), dist.get_world_size()
-
 
 # %%
 if __name__ == "__main__":
@@ -252,7 +253,6 @@ if __name__ == "__main__":
 # DeepSpeed ignores a misspelt top-level key in silence, and finds a wrong value only once data and
 # model are built. So the config is rehearsed: an engine made from it trains one tiny layer for one
 # step, while `ReadKeys` notes which keys DeepSpeed reads. What must be compiled is compiled here.
-
 
 # %%
 class ReadKeys(dict):
@@ -378,7 +378,6 @@ def load_ds_config(settings):
     engine.destroy()
     return config
 
-
 # %%
 if __name__ == "__main__":
     ds_config = load_ds_config(settings)
@@ -391,7 +390,6 @@ if __name__ == "__main__":
 # *Allocated* is what tensors take, *reserved* what torch's allocator holds, *peak* the most that
 # was allocated since the last report: memory runs out at a peak, not at an average. On a CPU all
 # three are the resident memory (rss) of the process, and labelled so.
-
 
 # %%
 def memory_gib(label=None):
@@ -406,7 +404,6 @@ def memory_gib(label=None):
         print0(f"{kind} {label}, GiB: " + ", ".join(f"{k} {v:.2f}" for k, v in sizes.items()))
     return sizes
 
-
 # %% [markdown]
 # ## Synthetic data with a known answer
 # Random tokens that imitate text: frequent and rare ones (Zipf's law), and a rule to discover. Each
@@ -415,7 +412,6 @@ def memory_gib(label=None):
 #
 # Trap: one generator per process would give all ranks the same samples. Here a sample depends on
 # (seed, index) only, so every rank, run and resume sees the same data.
-
 
 # %%
 class SyntheticTextDataset(Dataset):
@@ -465,7 +461,6 @@ class SyntheticTextDataset(Dataset):
         place = (draws[last] + step - last) % self.vocab_size
         return {"input_ids": torch.from_numpy(self.cycle[place])}
 
-
 # %% [markdown]
 # ## Real text
 # Documents are tokenized once, each followed by an end-of-text token, joined, and cut into full
@@ -474,7 +469,6 @@ class SyntheticTextDataset(Dataset):
 # a second run starts at once. The last blocks are held out.
 #
 # Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns t+2.
-
 
 # %%
 def load_tokenizer(name):
@@ -492,12 +486,12 @@ def load_tokenizer(name):
 
 
 def read_text(files):
-    """Yield text files in pieces of some 64 KiB that end with a line; `last` marks a file's end."""
+    """Yield text files in pieces of some 16 KiB that end with a line; `last` marks a file's end."""
     for path, *_ in files:
         with open(path, encoding="utf-8") as file:
-            piece = "".join(file.readlines(2**16))
+            piece = "".join(file.readlines(2**14))
             while piece:
-                following = "".join(file.readlines(2**16))
+                following = "".join(file.readlines(2**14))
                 yield {"text": piece, "last": not following}
                 piece = following
 
@@ -516,8 +510,7 @@ def load_text_dataset(names, tokenizer, seq_len):
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    found = {path for name in names for path in glob.glob(name, recursive=True)}
-    files = sorted(filter(os.path.isfile, found))
+    files = find_files(names)
     kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
     try:
         if files and not any(map(os.path.getsize, files)):
@@ -540,7 +533,6 @@ def load_text_dataset(names, tokenizer, seq_len):
         raise UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
                         f" column 'text' ({type(error).__name__}: {str(error)[:200]})") from error
     return blocks.with_format("torch")
-
 
 # %% [markdown]
 # ## The shape of the model
@@ -581,7 +573,6 @@ def gpt2_config(settings):
         raise UserError(f"--tokenizer: has {len(tokenizer)} ids, {name} only {config.vocab_size}")
     return config, tokenizer
 
-
 # %%
 if __name__ == "__main__":
     config, tokenizer = gpt2_config(settings)
@@ -597,7 +588,6 @@ if __name__ == "__main__":
 # Traps: the loader of `deepspeed.initialize(training_data=…)` repeats the first epoch's order for
 # ever, a plain `DataLoader` gives all ranks the same samples, and micro-batches left over by an
 # epoch spill into the first update of the next.
-
 
 # %%
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
@@ -665,7 +655,6 @@ def updates(loader, accumulation, begin, end):
             yield epoch, [next(batches) for _ in range(accumulation)]
         begin += count
 
-
 # %%
 if __name__ == "__main__":
     training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
@@ -690,7 +679,6 @@ if __name__ == "__main__":
 # tensors: the first loss is 170 instead of 7, without a word. `HfDeepSpeedConfig`, kept alive,
 # makes transformers shard. The initialisation is written out, on gathered parameters: the same
 # weights at every stage and on any number of ranks.
-
 
 # %%
 def build_model(config, settings, ds_config):
@@ -740,7 +728,6 @@ def parameter_groups(model):
     return [{"params": [p for p in model.parameters() if len(full_shape(p)) >= 2]},
             {"params": vectors, "weight_decay": 0.0}]
 
-
 # %%
 if __name__ == "__main__":
     if globals().get("engine"):  # the cells run again in one kernel
@@ -756,7 +743,6 @@ if __name__ == "__main__":
 # in: the number of updates, and buckets no larger than the model. At the default of 5e8 elements,
 # ZeRO costs a small model more memory than it saves.
 
-
 # %%
 def build_engine(model, ds_config, total_updates):
     """The DeepSpeed engine that trains `model` for `total_updates` updates."""
@@ -766,7 +752,6 @@ def build_engine(model, ds_config, total_updates):
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         config["zero_optimization"].setdefault(bucket, min(500_000_000, size))
     return start_engine(model, parameter_groups(model), config)
-
 
 # %%
 if __name__ == "__main__":
@@ -780,7 +765,6 @@ if __name__ == "__main__":
 # One update = accumulation × (forward, backward, step). Call all three for every micro-batch: the
 # engine divides the loss by the accumulation, counts, and updates at the last one. Dividing it
 # yourself, or calling `step()` only now and then, does it twice.
-
 
 # %%
 def language_model_loss(engine, input_ids):
@@ -799,7 +783,6 @@ def train_step(engine, micro_batches):
         total += loss.detach()  # without its graph; and .item() would wait for the device
     return total / len(micro_batches)
 
-
 # %% [markdown]
 # ## Evaluation
 # The mean loss on held-out samples; as perplexity, exp(loss); for text also as bits per byte, the
@@ -807,7 +790,6 @@ def train_step(engine, micro_batches):
 #
 # Trap: under ZeRO-3 a forward pass gathers weights from all ranks, so all must run equally many, or
 # the run hangs. A rank that has run out of samples repeats one, with weight 0.
-
 
 # %%
 @torch.no_grad()
@@ -836,7 +818,6 @@ def count_bytes_per_token(dataset, tokenizer):
     texts = tokenizer.batch_decode(samples, skip_special_tokens=True)
     return sum(len(text.encode()) for text in texts) / sum(map(len, samples))
 
-
 # %% [markdown]
 # ## Checkpoints and export
 # A DeepSpeed checkpoint has all that training needs: each rank's shards of weights and optimizer,
@@ -845,7 +826,6 @@ def count_bytes_per_token(dataset, tokenizer):
 #
 # Traps: rank 0 saving alone waits for the others for ever, and under ZeRO-3 a plain `state_dict()`
 # holds empty placeholders: each parameter must first be gathered.
-
 
 # %%
 def save_checkpoint(engine, settings, history):
@@ -885,13 +865,11 @@ def export_model(engine, tokenizer, folder):
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
 
-
 # %% [markdown]
 # ## The training loop
 # What waits for the device (`.item()`) or for other ranks happens only when a line is logged. Speed
 # is tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C and
 # SIGTERM finish the update and save; a second one stops at once.
-
 
 # %%
 @contextlib.contextmanager
@@ -994,12 +972,10 @@ def plot_loss(history, path, floor=None):
     axes.legend()
     figure.savefig(path, dpi=120)
 
-
 # %% [markdown]
 # ## Generation
 # All ranks generate and rank 0 prints: under ZeRO-3 each token gathers weights from all ranks, and
 # equal seeds draw equal tokens. Ids that only pad the vocabulary are suppressed.
-
 
 # %%
 @torch.no_grad()
@@ -1030,7 +1006,6 @@ def show_sample(engine, held_out, tokenizer, settings, label):
         share = held_out.follows_rule(tokens[len(prompt):])
         print0(f"sample {label}: follows the rule at {share:.0%} of the steps, as the data do at"
                f" {held_out.structure:.0%}: {tokens[len(prompt):][:8].tolist()}…")
-
 
 # %% [markdown]
 # ## Run
