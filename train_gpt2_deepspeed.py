@@ -157,13 +157,14 @@ class Settings:
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
                 ("offload", offload in ("none", "optimizer", "all") or offload[:5] == "nvme:",
                  "must be none, optimizer, all or nvme:FOLDER"),
-                ("data", not missing, f"no such file: {', '.join(missing)}"),
+                ("data", not missing, f"no such file as {' '.join(missing)}"),
                 ("resume", self.resume in ("never", "auto") or Path(self.resume, "latest").exists(),
                  "no checkpoint there (no file 'latest')"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
             if not good:
-                raise UserError(f"--{name} {getattr(self, name)}: {rule}")
+                value = getattr(self, name) if name != "data" else " ".join(self.data)
+                raise UserError(f"--{name} {value}: {rule}")
 
 
 def parse_settings(argv):

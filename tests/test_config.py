@@ -49,7 +49,7 @@ def test_the_arguments_of_a_kernel_are_not_ours(gpt2):
     (["--seq_len", "1"], "at least 2"), (["--eval_fraction", "1"], "between 0 and 1"),
     (["--lr", "nan"], "positive"), (["--lr", "0"], "positive"), (["--offload", "disk"], "--offload disk"),
     (["--dtype", "int8"], "int8"), (["--log_every", "0"], "at least 1"), (["stray"], "stray"),
-    (["--data", "none.txt"], "--data none.txt: no such file"), (["--offload", "nvme"], "--offload nvme"),
+    (["--data", "none.txt"], "--data none.txt: no such file as none.txt"), (["--offload", "nvme"], "--offload nvme"),
     (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     (["--output_dir", "/dev/null/x"], "--output_dir /dev/null/x: cannot write to /dev/null")])
 def test_bad_flags(gpt2, refused, flags, says):
