@@ -36,6 +36,7 @@ import copy
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import glob
 import importlib.util
 import inspect
@@ -46,9 +47,11 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -110,6 +113,12 @@ def find_files(names):
     return sorted(filter(os.path.isfile, found))
 
 
+def checkpoint_notes(folder):
+    """The `run.json` of each checkpoint in `folder` (or of the one it is), the newest first."""
+    found = [*Path(folder).glob("global_step*/run.json"), *Path(folder).glob("run.json")]
+    return sorted((note for note in found if not note.parent.suffix), key=os.path.getmtime)[::-1]
+
+
 @dataclasses.dataclass
 class Settings:
     # model
@@ -158,8 +167,8 @@ class Settings:
                 ("offload", offload in ("none", "optimizer", "all") or offload[:5] == "nvme:",
                  "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
-                ("resume", self.resume in ("never", "auto") or Path(self.resume, "latest").exists(),
-                 "no checkpoint there (no file 'latest')"),
+                ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
+                 "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
             if not good:
@@ -582,6 +591,80 @@ if __name__ == "__main__":
            f" {config.vocab_size}, {seq_len} tokens per sample")
 
 # %% [markdown]
+# ## Resuming
+# Each checkpoint has a note, `run.json`: what was trained, and the files that belong to it. The
+# newest whole checkpoint counts; a damaged one is passed over. A run may continue on other ranks
+# and at another ZeRO stage: an update keeps its samples, so the accumulation follows the ranks.
+
+# %%
+def lock_output(folder):
+    """Claim `folder` for this run. Returns an open file, to be kept; a killed process frees it."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = open(Path(folder, ".lock"), "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise UserError(f"--output_dir {folder}: in use by {lock.read()}") from error
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        return lock
+
+
+def find_checkpoint(settings):
+    """`(folder, note)` of the newest whole checkpoint, or `(None, None)`. Called by all ranks."""
+    found = [(None, None)]
+    auto = settings.resume in ("never", "auto")
+    root = Path(settings.output_dir, "checkpoints") if auto else settings.resume
+    if dist.get_rank() == 0 and settings.resume != "never":
+        for path in checkpoint_notes(root):
+            try:
+                note = json.loads(path.read_text())
+                for name in note["files"]:
+                    if zipfile.ZipFile(path.parent / name).testzip():  # compares the checksums
+                        raise ValueError(f"{name} is damaged")
+                found = [(str(path.parent), note)]
+                break
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+                print0(f"resume: {path.parent} is not whole ({error}); trying the one before")
+    dist.broadcast_object_list(found)
+    if not auto and not found[0][0]:
+        raise UserError(f"--resume {settings.resume}: no whole checkpoint there")
+    print0(f"resume: {settings.resume}, {found[0][0] or 'starting fresh'}")
+    return found[0]
+
+
+def continue_as(note, run, ds_config, ranks):
+    """Check that `run` is the training of `note`, and set up `ds_config` to continue it."""
+    for name, value in run.items():
+        if note["run"].get(name) != value:
+            was = note["run"].get(name)
+            raise UserError(f"--resume: the {name} there is {was}, that of this run {value}")
+    samples, micro_batch = note["samples_per_update"], ds_config["train_micro_batch_size_per_gpu"]
+    ds_config["gradient_accumulation_steps"], rest = divmod(samples, micro_batch * ranks)
+    if rest:
+        raise UserError(f"--resume: an update of {samples} samples does not divide into {ranks}"
+                        f" (processes) x {micro_batch} (micro-batch): change --micro_batch")
+    before, now = note["zero_stage"], ds_config["zero_optimization"]["stage"]
+    if before != now and 0 in (before, now):
+        raise UserError(f"--resume: DeepSpeed cannot convert ZeRO stage {before} to {now}")
+    if now and (note["ranks"], before) != (ranks, now):
+        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+
+# %%
+if __name__ == "__main__":
+    lock = None  # of an earlier run of this cell
+    lock = lock_output(settings.output_dir)
+    checkpoint, note = find_checkpoint(settings)
+    run = {"layers": config.n_layer, "heads": config.n_head, "width": config.n_embd,
+           "vocabulary": config.vocab_size, "seq_len": seq_len, "data": settings.data,
+           "num_samples": settings.num_samples, "seed": settings.seed}
+    if checkpoint:
+        continue_as(note, run, ds_config, ranks)
+        accumulation = ds_config["gradient_accumulation_steps"]
+
+# %% [markdown]
 # ## Batches for every rank
 # An update takes micro-batch × accumulation × processes samples, in an order that is new in each
 # epoch and the same for any number of processes: the number of updates tells where a run stands.
@@ -822,33 +905,94 @@ def count_bytes_per_token(dataset, tokenizer):
 # %% [markdown]
 # ## Checkpoints and export
 # A DeepSpeed checkpoint has all that training needs: each rank's shards of weights and optimizer,
-# the schedule, the loss scale, the number of updates. An export is what everybody else needs: a
-# folder for `from_pretrained`.
+# the schedule, the loss scale, the number of updates. It gets its name only when it is whole, so a
+# run that is killed, or a disk that is full, costs at most the newest. An export is what everybody
+# else needs: a folder for `from_pretrained`.
 #
 # Traps: rank 0 saving alone waits for the others for ever, and under ZeRO-3 a plain `state_dict()`
 # holds empty placeholders: each parameter must first be gathered.
 
 # %%
-def save_checkpoint(engine, settings, history):
-    """Save to `checkpoints/global_stepN`; remove all but the newest. Called by all ranks."""
-    folder, tag = Path(settings.output_dir) / "checkpoints", f"global_step{engine.global_steps}"
-    engine.save_checkpoint(folder, tag, client_state={"history": history})
-    if dist.get_rank() == 0:
-        by_age = sorted(folder.glob("global_step*"), key=os.path.getmtime)
-        for old in by_age[:-settings.keep_checkpoints]:
-            shutil.rmtree(old)
+def save_checkpoint(engine, settings, run, history):
+    """Save to `checkpoints/global_stepN`, then remove all but the newest. Called by all ranks."""
+    root, name = Path(settings.output_dir, "checkpoints"), f"global_step{engine.global_steps}"
+    part, first = root / f"{name}.part", dist.get_rank() == 0
+    if first:
+        for left in root.glob("global_step*.*"):  # .part, .old, .universal of a run that was killed
+            shutil.rmtree(left)
+        for last in checkpoint_notes(root)[:1]:
+            size = sum(path.stat().st_size for path in last.parent.iterdir())
+            if shutil.disk_usage(root).free < size:
+                raise RuntimeError(f"{root}: the disk lacks {size / 2**20:.0f} MiB for a checkpoint:"
+                                   " free some, then --resume auto continues from the last one")
+    dist.barrier()
+    engine.save_checkpoint(root, tag=part.name, save_latest=False)
+    dist.barrier()
+    if first:
+        note = {"run": run, "samples_per_update": engine.train_batch_size(), "history": history,
+                "ranks": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(),
+                "files": sorted(path.name for path in part.iterdir())}
+        (part / "run.json").write_text(json.dumps(note))
+        for path in (*part.iterdir(), part):  # to the disk itself, before it counts
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        if (root / name).exists():  # of an earlier run into this folder
+            (root / name).rename(root / f"{name}.old")
+        part.rename(root / name)
+        (root / "latest.new").write_text(name)
+        (root / "latest.new").replace(root / "latest")
+        for old in checkpoint_notes(root)[settings.keep_checkpoints:]:
+            shutil.rmtree(old.parent)
+    dist.barrier()
 
 
-def load_checkpoint(engine, settings):
-    """Continue as `settings.resume` says. Returns the history up to there. Called by all ranks."""
-    auto = settings.resume in ("never", "auto")
-    folder = Path(settings.output_dir) / "checkpoints" if auto else Path(settings.resume)
-    if settings.resume == "never" or not (folder / "latest").is_file():
-        print0(f"resume: {settings.resume}, starting fresh")
-        return {"train": [], "eval": []}
-    path, client_state = engine.load_checkpoint(folder)
-    print0(f"resume: continuing after update {engine.global_steps}, from {path}")
-    return client_state["history"]
+def convert_checkpoint(checkpoint, target):
+    """Make a universal checkpoint of `checkpoint`, for any ranks and ZeRO stage from 1 on."""
+    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal",
+                    "--inject_missing_state", "--input_folder", checkpoint,
+                    "--output_folder", target], check=True, capture_output=True)
+    # ZeRO-3 and the other stages write and read two dialects of it. This makes it good for both.
+    names = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}
+    for name in names:
+        if not (target / name).exists():
+            os.link(target / (names - {name}).pop(), target / name)
+    common = torch.load(target / "zero/optimizer_state.pt", weights_only=False)
+    steps = [torch.load(path) for path in target.glob("zero/*/step.pt")]
+    step = steps[0] if steps else common["optimizer_state_dict"]["state"][0]["step"]
+    common |= {"ds_version": deepspeed.__version__, "optimizer_state_dict": {
+        "state": {0: {"step": step}}, "param_groups": common["param_groups"]}}
+    torch.save(common, target / "zero/optimizer_state.pt")
+    for path in target.glob("zero/*/*.pt"):
+        value = torch.load(path, weights_only=False)
+        torch.save(step, path.parent / "step.pt")
+        if torch.is_tensor(value) and path.name != "step.pt":
+            torch.save({"param": value.detach()}, path)
+
+
+def load_checkpoint(engine, checkpoint, note):
+    """Load the folder `checkpoint` into `engine`. Returns the history. Called by all ranks."""
+    checkpoint, universal = Path(checkpoint), Path(f"{checkpoint}.universal")
+    if engine.load_universal_checkpoint():
+        print0(f"resume: converting from {note['ranks']} rank(s) at ZeRO-{note['zero_stage']}")
+        if dist.get_rank() == 0:
+            shutil.rmtree(universal, ignore_errors=True)
+            convert_checkpoint(checkpoint, universal / "all")
+        dist.barrier()
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+        engine.load_checkpoint(universal, tag="all")
+        # ZeRO-3 gives all groups the weight decay of the first, and one step counter to share.
+        for group, decay in zip(engine.optimizer.param_groups, decays):
+            group["weight_decay"] = decay
+        for state in engine.basic_optimizer.state.values():
+            state["step"] = copy.deepcopy(state["step"])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(universal)
+    else:
+        engine.load_checkpoint(checkpoint.parent, tag=checkpoint.name)
+    print0(f"resume: continuing after update {engine.global_steps}")
+    return note["history"]
 
 
 def export_model(engine, tokenizer, folder):
@@ -890,7 +1034,7 @@ def noted_signals():
             signal.signal(number, handler)
 
 
-def train(engine, loader, held_out, settings, total_updates, history, bytes_per_token=None):
+def train(engine, loader, held_out, settings, run, total_updates, history, bytes_per_token):
     """Train up to `total_updates`, or for `settings.stop_after` updates. Called by all ranks.
 
     Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
@@ -952,7 +1096,7 @@ def train(engine, loader, held_out, settings, total_updates, history, bytes_per_
                 engine.monitor.write_events([
                     ("Eval/Samples/loss", result["loss"], engine.global_samples)])
             if saving:
-                save_checkpoint(engine, settings, history)
+                save_checkpoint(engine, settings, run, history)
             clock += time.perf_counter() - pause
             if stop:
                 break
@@ -1017,7 +1161,9 @@ def show_sample(engine, held_out, tokenizer, settings, label):
 if __name__ == "__main__":
     bytes_per_token = count_bytes_per_token(held_out, tokenizer) if tokenizer else None
     floor = held_out.entropy_floor() if settings.data == ["synthetic"] else None
-    history = load_checkpoint(engine, settings)
+    history = {"train": [], "eval": []}
+    if checkpoint:
+        history = load_checkpoint(engine, checkpoint, note)
     before = evaluate(engine, held_out, micro_batch, bytes_per_token)["loss"]
     print0(f"held out, before: loss {before:.4f}; ln(vocabulary) {math.log(config.vocab_size):.4f}"
            + (f"; entropy floor {floor:.4f}" if floor else ""))
@@ -1026,7 +1172,8 @@ if __name__ == "__main__":
 # %%
 if __name__ == "__main__":
     began = time.perf_counter()
-    stop = train(engine, loader, held_out, settings, total_updates, history, bytes_per_token)
+    stop = train(engine, loader, held_out, settings, run, total_updates, history,
+                 bytes_per_token)
     print0(f"update {engine.global_steps} of {total_updates}, {engine.skipped_steps} skipped,"
            f" {time.perf_counter() - began:.0f} s")
     if stop:
