@@ -159,14 +159,18 @@ class Settings:
                 raise UserError(f"--{name} {value}: must be at least {lowest.get(name, 1)}")
         offload, folder = self.offload or "none", Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        paths = [name for name in self.data if Path(name).suffix in FORMATS]
-        missing = [name for name in paths if not find_files([name])]
+        missing = [name for name in self.data if not find_files([name]) and
+                   (find_files(self.data) or Path(name).suffix in FORMATS)]
+        kinds = {FORMATS.get(Path(path).suffix, "text") for path in find_files(self.data)}
         for name, good, rule in (
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
-                ("offload", offload in ("none", "optimizer", "all") or offload[:5] == "nvme:",
+                ("seed", self.seed < 2**63, "must be below 2**63"),
+                ("offload", offload in ("none", "optimizer", "all") or offload.startswith("nvme:")
+                 and offload != "nvme:",
                  "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
+                ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
@@ -221,7 +225,8 @@ def init_distributed():
     deepspeed.utils.logger.setLevel("ERROR")  # the rest buries the run's own lines
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", module="torch.distributed")
+    for library in ("torch.distributed", "transformers"):
+        warnings.filterwarnings("ignore", module=library)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     if accelerator.device_name() == "cpu":  # each process its share of the cores, lest they collide
@@ -287,6 +292,8 @@ class ReadKeys(dict):
 def apply_settings(config, settings):
     """Put the DeepSpeed group of `settings` into `config`, and a precision that the device has."""
     zero, fp16, bf16 = (config.setdefault(key, {}) for key in ("zero_optimization", "fp16", "bf16"))
+    if fp16.get("enabled") and bf16.get("enabled") and not settings.dtype:
+        raise UserError("fp16 and bf16 are both enabled: choose one, or give --dtype")
     if settings.micro_batch or settings.grad_accum:
         config.pop("train_batch_size", None)
     for value, part, key in ((settings.micro_batch, config, "train_micro_batch_size_per_gpu"),
@@ -326,7 +333,7 @@ def complete_schedule(config, total_updates):
         total = params.setdefault("total_num_steps", total_updates)
         if params.get("warmup_num_steps", 1000) > total // 2:
             params["warmup_num_steps"] = max(1, total // 10)
-            print0(f"warmup: only {params['warmup_num_steps']} of the {total} updates")
+            print0(f"warmup: shortened to {params['warmup_num_steps']} of the {total} updates")
 
 
 def start_engine(model, parameters, config):
@@ -351,6 +358,14 @@ def load_ds_config(settings):
         raise UserError(f"--deepspeed_config {path}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("optimizer"), dict):
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
+    for part, key, kind in ((config, "zero_optimization", dict), (config, "fp16", dict),
+                            (config, "bf16", dict), (config, "scheduler", dict),
+                            (config["optimizer"], "params", dict), (config, "tensorboard", dict),
+                            (config, "train_micro_batch_size_per_gpu", int),
+                            (config, "gradient_accumulation_steps", int)):
+        if key in part and type(part[key]) is not kind and part[key] != "auto":
+            want = "an object" if kind is dict else "a whole number"
+            raise UserError(f"{path}: {key} must be {want}, not {json.dumps(part[key])}")
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
     compiled = not config["optimizer"].get("params", {}).get("torch_adam")
@@ -375,8 +390,9 @@ def load_ds_config(settings):
         engine.backward(engine(row).sum())
         engine.step()
     except Exception as error:  # of many types, and all about the file
-        hint = ('; if it did not compile: set optimizer.params "torch_adam": true, or install a'
-                " compiler, python3-dev, ninja and, for a GPU, nvcc" if compiled else "")
+        compiled &= any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
+        hint = ('; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
+                " ninja and, for a GPU, nvcc" if compiled else "")
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
@@ -600,8 +616,11 @@ if __name__ == "__main__":
 def lock_output(folder):
     """Claim `folder` for this run. Returns an open file, to be kept; a killed process frees it."""
     if dist.get_rank() == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        lock = open(Path(folder, ".lock"), "a+")  # noqa: SIM115
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            lock = open(Path(folder, ".lock"), "a+")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"--output_dir {folder}: {error}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -715,7 +734,7 @@ def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
     if not sampler.updates:
         raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation}"
                         f" (accumulation) x {ranks} (processes) samples, and the data has"
-                        f" {len(dataset)}: give more, or a smaller --micro_batch or --grad_accum")
+                        f" {len(dataset)}: lower --micro_batch, --grad_accum, --seq_len")
     on_gpu = torch.cuda.is_available()  # a process of its own makes batches while the GPU computes
     return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
                       num_workers=int(on_gpu), worker_init_fn=ignore_signals,
@@ -751,7 +770,7 @@ if __name__ == "__main__":
            f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
     ids = training[next(iter(loader.sampler))]["input_ids"]
     text = tokenizer.decode(ids) if tokenizer else str(ids.tolist())
-    print0(f"the first sample: {text[:80]!r}…")
+    print0(f"the first sample: {text[:80]!r}...")
 
 # %% [markdown]
 # ## GPT-2
@@ -923,7 +942,7 @@ def save_checkpoint(engine, settings, run, history):
         for last in checkpoint_notes(root)[:1]:
             size = sum(path.stat().st_size for path in last.parent.iterdir())
             if shutil.disk_usage(root).free < size:
-                raise RuntimeError(f"{root}: the disk lacks {size / 2**20:.0f} MiB for a checkpoint:"
+                raise RuntimeError(f"{root}: no {size / 2**20:.0f} MiB left for a checkpoint:"
                                    " free some, then --resume auto continues from the last one")
     dist.barrier()
     engine.save_checkpoint(root, tag=part.name, save_latest=False)
@@ -1128,7 +1147,7 @@ def generate(engine, prompt, max_new_tokens, vocabulary, seed):
     """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest."""
     model = engine.module.eval()
     torch.manual_seed(seed)
-    prompt = prompt[None, -(model.config.n_positions // 2):].to(engine.device)  # leaves room
+    prompt = prompt[None].to(engine.device)
     length = min(prompt.shape[1] + max_new_tokens, model.config.n_positions)
     padding = list(range(vocabulary, model.config.vocab_size))
     tokens = model.generate(
@@ -1143,18 +1162,19 @@ def show_sample(engine, held_out, tokenizer, settings, label):
     prompt = held_out[0]["input_ids"][:16]
     if settings.prompt and tokenizer:
         prompt = torch.tensor(tokenizer(settings.prompt, add_special_tokens=False)["input_ids"])
+    prompt = prompt[-(engine.module.config.n_positions // 2):]  # leave room
     vocabulary = len(tokenizer) if tokenizer else held_out.vocab_size
     tokens = generate(engine, prompt, 100, vocabulary, settings.seed)
     if tokenizer:
         print0(f"sample {label}: {tokenizer.decode(tokens)!r}")
     else:
-        share = held_out.follows_rule(tokens[len(prompt):])
+        share = held_out.follows_rule(tokens[len(prompt) - 1:])
         print0(f"sample {label}: follows the rule at {share:.0%} of the steps, as the data do at"
-               f" {held_out.structure:.0%}: {tokens[len(prompt):][:8].tolist()}…")
+               f" {held_out.structure:.0%}: {tokens[len(prompt):][:8].tolist()}...")
 
 # %% [markdown]
 # ## Run
-# Before: the loss of a model that knows nothing, beside ln(vocabulary), and a sample. Then the
+# Before: the held-out loss, about ln(vocabulary) if the model is fresh, and a sample. Then the
 # training. After: the export, another sample, and the curve.
 
 # %%
@@ -1191,7 +1211,8 @@ if __name__ == "__main__":
         after = history["eval"][-1][1]
         print0(f"held out, after: loss {after:.4f}"
                + (f", {after / floor - 1:.1%} above the entropy floor" if floor else ""))
-    print0(f"written to {output_dir}: model, checkpoints, tensorboard, loss.png")
+    written = sorted(path.name for path in output_dir.glob("[!.]*"))
+    print0(f"written to {output_dir}: {', '.join(written)}")
     dist.barrier()  # no rank leaves while rank 0 writes
     if "ipykernel" not in sys.modules:  # where a cell may run again
         dist.destroy_process_group()

@@ -49,7 +49,8 @@ def test_the_arguments_of_a_kernel_are_not_ours(gpt2):
     (["--seq_len", "1"], "at least 2"), (["--eval_fraction", "1"], "between 0 and 1"),
     (["--lr", "nan"], "positive"), (["--lr", "0"], "positive"), (["--offload", "disk"], "--offload disk"),
     (["--dtype", "int8"], "int8"), (["--log_every", "0"], "at least 1"), (["stray"], "stray"),
-    (["--data", "none.txt"], "--data none.txt: no such file as none.txt"), (["--offload", "nvme"], "--offload nvme"),
+    (["--data", "none.txt"], "--data none.txt: no such file as none.txt"), (["--offload", "nvme:"], "--offload nvme:"),
+    (["--data", __file__, "nosuch"], "no such file as nosuch"), (["--seed", "9" * 20], "below 2**63"),
     (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     (["--output_dir", "/dev/null/x"], "--output_dir /dev/null/x: cannot write to /dev/null")])
 def test_bad_flags(gpt2, refused, flags, says):
@@ -131,7 +132,9 @@ def test_other_schedules(gpt2, ds_json, scheduler):
     ({"gradient_accumulation_step": 2}, "did you mean gradient_accumulation_steps?"),
     ({"something": 1}, "unknown key something"),
     ({"zero_optimization.stag": 2}, "stag"), ({"zero_optimization.stage": 5}, "stage"),
-    ({"fp16.initial_scale": 2}, "initial_scale"), ({"fp16": True}, "fp16"),
+    ({"fp16.initial_scale": 2}, "initial_scale"), ({"fp16": True}, "fp16 must be an object, not true"),
+    ({"scheduler": [1]}, "scheduler must be an object"), ({"optimizer.params": []}, "params must be an object"),
+    ({"train_micro_batch_size_per_gpu": 8.5}, "must be a whole number, not 8.5"),
     ({"optimizer": None}, "optimizer"), ({"optimizer.type": "OneBitAdam"}, "OneBitAdam"),
     ({"optimizer.type": "cpu_adam"}, "cpu_adam"), ({"optimizer.params.learning_rate": 1}, "learning_rate"),
     ({"optimizer.params.lr": "fast"}, "json"), ({"optimizer.params.max_grad_norm": 1}, "gradient_clipping"),
@@ -148,9 +151,10 @@ def test_bad_json(gpt2, ds_json, refused, changes, says):
     assert says in line and len(line) < 1200
 
 
-def test_both_precisions(gpt2, ds_json, refused, monkeypatch):
-    monkeypatch.setattr(type(gpt2.get_accelerator()), "is_fp16_supported", lambda self: True)
-    assert "fp16" in refused(load, gpt2, ds_json({"fp16.enabled": True, "bf16.enabled": True}))
+def test_both_precisions(gpt2, ds_json, refused):
+    both = ds_json({"fp16.enabled": True, "bf16.enabled": True})
+    assert "both enabled" in refused(load, gpt2, both)
+    assert load(gpt2, both, dtype="bf16")["bf16"]["enabled"]
 
 
 def test_offload_without_zero(gpt2, ds_json, refused):
@@ -205,3 +209,10 @@ def test_weight_decay_is_for_matrices(gpt2):
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in vectors} == {n for n in names.values() if ".ln_" in n or n.endswith("bias")}
     assert len(matrices) + len(vectors) == len(names)
+
+
+def test_files_of_two_kinds_are_not_mixed(gpt2, refused, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
+    assert "cannot mix json and text files" in refused(
+        gpt2.Settings, data=[str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
