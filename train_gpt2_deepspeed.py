@@ -1003,8 +1003,8 @@ def load_checkpoint(engine, checkpoint, note):
         # ZeRO-3 gives all groups the weight decay of the first, and one step counter to share.
         for group, decay in zip(engine.optimizer.param_groups, decays):
             group["weight_decay"] = decay
-        for state in engine.basic_optimizer.state.values():
-            state["step"] = copy.deepcopy(state["step"])
+        for parameter, state in engine.basic_optimizer.state.items():
+            state["step"] = torch.as_tensor(state["step"]).to(parameter.device, copy=True)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(universal)

@@ -80,7 +80,7 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(gpt2, tmp_path, d
 
 def test_memory_of_the_device_is_logged(train):
     result = train(model="nano").ok()
-    assert {line[10] for line in result.lines} == {"mem"} and "GPU memory with the engine: allocated" in result.out
+    assert {line[10] for line in result.lines} == {"mem"} and "GPU memory with the engine, GiB: allocated" in result.out
     assert all(0 < float(line[11]) <= float(line[12]) for line in result.lines)
 
 
