@@ -961,6 +961,7 @@ def save_checkpoint(engine, settings, run, history):
         part.rename(root / name)
         (root / "latest.new").write_text(name)
         (root / "latest.new").replace(root / "latest")
+        shutil.rmtree(root / f"{name}.old", ignore_errors=True)
         for old in checkpoint_notes(root)[settings.keep_checkpoints:]:
             shutil.rmtree(old.parent)
     dist.barrier()
