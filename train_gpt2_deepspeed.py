@@ -88,10 +88,9 @@ class UserError(SystemExit):
 
     def __init__(self, message):
         super().__init__(2)
-        self.message = " ".join(str(message).split())
         if int(os.environ.get("RANK", 0)):
             time.sleep(5)  # rank 0 speaks first; if it fails as well, the launcher ends this one
-        print(f"error: {self.message}", file=sys.stderr, flush=True)
+        print("error:", *str(message).split(), file=sys.stderr, flush=True)
 
 
 def did_you_mean(name, names):
@@ -166,9 +165,8 @@ class Settings:
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
-                ("offload", offload in ("none", "optimizer", "all") or offload.startswith("nvme:")
-                 and offload != "nvme:",
-                 "must be none, optimizer, all or nvme:FOLDER"),
+                ("offload", offload in ("none", "optimizer", "all")
+                 or offload[:5] == "nvme:" != offload, "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
@@ -253,17 +251,20 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## `ds_config.json`, key by key
 #
-# | key | what it does, and the trap |
-# |---|---|
-# | `train_micro_batch_size_per_gpu` | samples per process and forward pass |
-# | `gradient_accumulation_steps` | forward passes per update. `train_batch_size`, their product with the number of processes, is left out: with all three the file works for one number only |
-# | `gradient_clipping` | largest global norm of the gradient |
-# | `optimizer` | AdamW: `torch_adam` is torch's own, `fused` its one-kernel form. DeepSpeed's would first be compiled, which needs nvcc |
-# | `scheduler` | warmup, then a cosine. Say the `warmup_type` (or it is logarithmic) and `warmup_min_ratio` (or it begins at 0). `total_num_steps` counts updates; the script fills it in |
-# | `fp16` | dynamic loss scaling: from 2^`initial_scale_power`, halved at an overflow (the update is skipped), doubled after `loss_scale_window` clean updates |
-# | `bf16` | better from Ampere on: the range of fp32, so there is no loss to scale |
-# | `zero_optimization` | `stage` 1 shards optimizer states, 2 gradients too, 3 parameters too |
-# | `tensorboard`, `wandb`, `csv_monitor` | monitors. DeepSpeed gives them learning rate and loss scale, but not the loss: that is for the script to write |
+# - `train_micro_batch_size_per_gpu`: samples per process and forward pass.
+# - `gradient_accumulation_steps`: forward passes per update. `train_batch_size`, their product with
+#   the number of processes, is left out: with all three the file works for one number only.
+# - `gradient_clipping`: largest global norm of the gradient.
+# - `optimizer`: AdamW. `torch_adam` is torch's own, `fused` its one-kernel form. DeepSpeed's would
+#   first be compiled, which needs nvcc.
+# - `scheduler`: warmup, then a cosine. Say the `warmup_type` (or it is logarithmic) and
+#   `warmup_min_ratio` (or it begins at 0). The script fills in `total_num_steps`, in updates.
+# - `fp16`: dynamic loss scaling, from 2^`initial_scale_power`, halved at an overflow (the update is
+#   skipped), doubled after `loss_scale_window` clean updates.
+# - `bf16`: better from Ampere on. It has the range of fp32, so there is no loss to scale.
+# - `zero_optimization`: `stage` 1 shards optimizer states, 2 gradients too, 3 parameters too.
+# - `tensorboard`, `wandb`, `csv_monitor`: monitors. DeepSpeed gives them learning rate and loss
+#   scale, but not the loss: that is for the script to write.
 #
 # DeepSpeed ignores a misspelt top-level key in silence, and finds a wrong value only once data and
 # model are built. So the config is rehearsed: an engine made from it trains one tiny layer for one
