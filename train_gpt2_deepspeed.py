@@ -57,6 +57,7 @@ from typing import Literal
 
 import deepspeed
 import numpy as np
+import psutil
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
@@ -86,11 +87,19 @@ def print0(*args, **kwargs):
 class UserError(SystemExit):
     """What the user gave cannot work: one line says what, why and what to do; exit status 2."""
 
+    status = 2
+
     def __init__(self, message):
-        super().__init__(2)
+        super().__init__(self.status)
         if int(os.environ.get("RANK", 0)):
             time.sleep(5)  # rank 0 speaks first; if it fails as well, the launcher ends this one
         print("error:", *str(message).split(), file=sys.stderr, flush=True)
+
+
+class Fault(UserError):
+    """The run cannot go on, through no fault of its settings: one line as well; exit status 1."""
+
+    status = 1
 
 
 def did_you_mean(name, names):
@@ -338,10 +347,13 @@ def complete_schedule(config, total_updates):
 
 
 def start_engine(model, parameters, config):
-    """`deepspeed.initialize`, and two things that it leaves to be done. Returns the engine."""
+    """`deepspeed.initialize`, and three things that it leaves to be done. Returns the engine."""
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.step()  # it lags by one call: the first update would run at rate 0
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False  # `train` notices, and names the update
     if hasattr(engine.optimizer, "check_overflow") and not engine.zero_use_cpu_optimizer():
         # ZeRO looks for inf and NaN twice: in each gradient, with hundreds of small kernels, and in
         # their global norm, where it finds the same, on all ranks at once. The norm is enough.
@@ -616,6 +628,8 @@ if __name__ == "__main__":
 # %%
 def lock_output(folder):
     """Claim `folder` for this run. Returns an open file, to be kept; a killed process frees it."""
+    owner = [f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}"]
+    dist.broadcast_object_list(owner)
     if dist.get_rank() == 0:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -628,8 +642,12 @@ def lock_output(folder):
             lock.seek(0)
             raise UserError(f"--output_dir {folder}: in use by {lock.read()}") from error
         lock.truncate(0)
-        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-        return lock
+        print(*owner, file=lock, flush=True)
+    dist.barrier()
+    seen = Path(folder, ".lock")
+    if not (seen.is_file() and owner[0] in seen.read_text()):
+        raise UserError(f"--output_dir {folder}: all hosts must share it, for the checkpoints")
+    return lock if dist.get_rank() == 0 else None
 
 
 def find_checkpoint(settings):
@@ -796,7 +814,8 @@ def build_model(config, settings, ds_config):
         init_weights(model, settings.seed)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32)
+            settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32,
+            use_safetensors=True)  # a pickle could run code
     model.sharding = sharding  # transformers refers to it weakly, and asks again to generate
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -934,29 +953,39 @@ def count_bytes_per_token(dataset, tokenizer):
 
 # %%
 def save_checkpoint(engine, settings, run, history):
-    """Save to `checkpoints/global_stepN`, then remove all but the newest. Called by all ranks."""
+    """Save to `checkpoints/global_stepN`, then remove all but the newest. Called by all ranks.
+
+    Returns a line about it. Raises `Fault` if the disk is full, with the older checkpoints whole.
+    """
     root, name = Path(settings.output_dir, "checkpoints"), f"global_step{engine.global_steps}"
-    part, first = root / f"{name}.part", dist.get_rank() == 0
+    part, first, began = root / f"{name}.part", dist.get_rank() == 0, time.perf_counter()
+    size = sum(math.prod(full_shape(p)) for p in engine.module.parameters())
+    size *= engine.get_data_types()[0].itemsize + 12  # weights; those in fp32, AdamW's two moments
     if first:
+        root.mkdir(exist_ok=True)
         for left in root.glob("global_step*.*"):  # .part, .old, .universal of a run that was killed
             shutil.rmtree(left)
-        for last in checkpoint_notes(root)[:1]:
-            size = sum(path.stat().st_size for path in last.parent.iterdir())
-            if shutil.disk_usage(root).free < size:
-                raise RuntimeError(f"{root}: no {size / 2**20:.0f} MiB left for a checkpoint:"
-                                   " free some, then --resume auto continues from the last one")
+        if shutil.disk_usage(root).free < size:
+            raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less;"
+                        " free some, or lower --keep_checkpoints: --resume auto continues")
     dist.barrier()
-    engine.save_checkpoint(root, tag=part.name, save_latest=False)
-    dist.barrier()
+    try:
+        engine.save_checkpoint(root, tag=part.name, save_latest=False)
+        dist.barrier()
+        if first:
+            note = {"run": run, "samples_per_update": engine.train_batch_size(), "history": history,
+                    "ranks": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(),
+                    "files": sorted(path.name for path in part.iterdir())}
+            (part / "run.json").write_text(json.dumps(note))
+            for path in (*part.iterdir(), part):  # to the disk itself, before it counts
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        raise Fault(f"{part}: cannot be written ({error}); the checkpoints before it are whole, and"
+                    " --resume auto continues") from error
     if first:
-        note = {"run": run, "samples_per_update": engine.train_batch_size(), "history": history,
-                "ranks": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(),
-                "files": sorted(path.name for path in part.iterdir())}
-        (part / "run.json").write_text(json.dumps(note))
-        for path in (*part.iterdir(), part):  # to the disk itself, before it counts
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
         if (root / name).exists():  # of an earlier run into this folder
             (root / name).rename(root / f"{name}.old")
         part.rename(root / name)
@@ -965,7 +994,9 @@ def save_checkpoint(engine, settings, run, history):
         shutil.rmtree(root / f"{name}.old", ignore_errors=True)
         for old in checkpoint_notes(root)[settings.keep_checkpoints:]:
             shutil.rmtree(old.parent)
+        size = sum(path.stat().st_size for path in (root / name).iterdir())
     dist.barrier()
+    return f"saved {root / name}: {size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
 
 
 def convert_checkpoint(checkpoint, target):
@@ -1034,25 +1065,62 @@ def export_model(engine, tokenizer, folder):
 # %% [markdown]
 # ## The training loop
 # What waits for the device (`.item()`) or for other ranks happens only when a line is logged. Speed
-# is tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C and
-# SIGTERM finish the update and save; a second one stops at once.
+# is tokens of whole updates, over all ranks, per second, without evaluation and saving. Ctrl-C,
+# SIGTERM and a batch system's warning finish the update and save; a second one stops at once.
+#
+# ZeRO skips an update, on all ranks, if any gradient is inf or NaN: in fp16, where the loss scale
+# then halves, a matter of course; otherwise a warning. A loss that is not finite ends the run, and
+# weights that are not finite never reach the disk.
 
 # %%
 @contextlib.contextmanager
 def noted_signals():
-    """Yield a list that notes SIGINT and SIGTERM instead of acting; a second one acts as usual."""
+    """Yield a list that notes signals to stop instead of obeying; a second one acts as usual."""
     received = []
 
     def note(number, frame):
         received.append(number)
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, note) for number in numbers
+              if signal.getsignal(number) != signal.SIG_IGN}  # as under nohup
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def runner_pid():
+    """Pid of the `deepspeed` command above us. It changes with that command's end: a SIGTERM to it
+    goes no further, so the ranks must see for themselves. None under other launchers."""
+    return psutil.Process(os.getppid()).ppid() if "CROSS_SIZE" in os.environ else None
+
+
+def mean_loss(engine, loss, saving):
+    """Mean of the ranks' `loss`, a tensor `()`. Called by all ranks.
+
+    Raises `Fault` if a loss is not finite or, before `saving`, a weight.
+    """
+    shards = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()] if saving else []
+    sound = loss.new_tensor(all(bool(shard.isfinite().all()) for shard in shards))
+    mine = torch.stack([loss, sound]).float()
+    reports = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(reports, mine)
+    losses, sound = torch.stack(reports).T.tolist()
+    for rank, loss in enumerate(losses):
+        if not (math.isfinite(loss) and sound[rank]):
+            raise Fault(f"update {engine.global_steps}, rank {rank}: the loss is {loss}"
+                        f"{'' if sound[rank] else ', weights are inf or nan'} (loss scale"
+                        f" {loss_scale(engine):.0f}); not saved: resume from the checkpoint before,"
+                        " with a lower --lr or --dtype bf16")
+    return sum(losses) / len(losses)
+
+
+def loss_scale(engine):
+    """What the loss is multiplied by against underflow in fp16; otherwise 1."""
+    return getattr(engine.optimizer, "cur_scale", 1)
 
 
 def train(engine, loader, held_out, settings, run, total_updates, history, bytes_per_token):
@@ -1071,15 +1139,18 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
     visible = dist.get_rank() == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)
     bar = tqdm(total=total_updates, initial=begin, unit="update", disable=not visible)
     write = bar.write if visible else print0
-    logged, clock, stop = begin, time.perf_counter(), 0
+    logged, clock, stop, skips, runner = begin, time.perf_counter(), 0, 0, runner_pid()
     with noted_signals() as received:
         accumulation = engine.gradient_accumulation_steps()
         for epoch, micro_batches in updates(loader, accumulation, begin, end):
-            lr = engine.get_lr()[0]
+            lr, skipped = engine.get_lr()[0], engine.skipped_steps
             loss = train_step(engine, micro_batches)
 
             # ---- The training ends here. What follows is signals, diagnostics and saving. ----
-            step, stop = engine.global_steps, max(received, default=0)
+            step = engine.global_steps
+            if runner_pid() != runner:
+                received.append(signal.SIGTERM)
+            stop = received[0] if received else 0
             if ranks > 1:  # all or none: one that left alone would leave the others waiting
                 signals = torch.tensor(stop, device=engine.device)
                 dist.all_reduce(signals, op=dist.ReduceOp.MAX)
@@ -1087,17 +1158,25 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
             last = step == end or stop
             logging = step % settings.log_every == 0 or step == begin + 1 or last
             saving = step % (settings.save_every or per_epoch) == 0 or last
+            skips = skips + 1 if engine.skipped_steps > skipped else 0
+            norm = float(engine.get_global_grad_norm() or math.nan) if logging or skips else 0.0
             bar.update()
-            if logging or saving:
-                dist.all_reduce(loss)  # the loss of rank 0 is not the loss
-                loss = loss.item() / ranks
+            if logging or saving or skips:
+                loss = mean_loss(engine, loss, saving)
+            if skips:
+                write(f"update {step} skipped: gradient norm {norm}, loss scale now"
+                      f" {loss_scale(engine):.0f}")
+            if skips == 50 or last and engine.skipped_steps == step:
+                raise Fault(f"update {step}: {skips} updates in a row were skipped, since gradients"
+                            f" are inf or nan at loss scale {loss_scale(engine):.0f}; lower --lr,"
+                            " or use --dtype bf16")
             if logging:
                 speed = (step - logged) * tokens_per_update / (time.perf_counter() - clock)
-                memory, scale = memory_gib(), getattr(engine.optimizer, "cur_scale", 1)
-                norm = engine.get_global_grad_norm() or math.nan  # ZeRO-0 in fp32 does not tell it
+                memory = memory_gib()
                 write(f"epoch {epoch + 1}/{epochs} | step {step:{width}}/{total_updates}"
-                      f" | loss {loss:.4f} | lr {lr:.2e} | norm {float(norm):5.2f}"
-                      f" | scale {scale:.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s"
+                      f" | loss {loss:.4f} | lr {lr:.2e} | norm {norm:5.2f}"
+                      f" | scale {loss_scale(engine):.0f} | skipped {engine.skipped_steps}"
+                      f" | {speed:,.0f} tok/s"
                       f" | {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f}"
                       f" GiB ({memory['peak'] / memory['total']:.0%})")
                 history["train"].append((step, loss))
@@ -1106,8 +1185,6 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                     ("Train/Samples/tokens_per_second", speed, engine.global_samples),
                     ("Train/Samples/peak_memory_gib", memory["peak"], engine.global_samples)])
                 logged, clock = step, time.perf_counter()
-            if (logging or saving) and not math.isfinite(loss):  # before it can be saved
-                raise RuntimeError(f"the loss is {loss} at update {step}")
             pause = time.perf_counter()
             if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
                 result = evaluate(engine, held_out, loader.batch_size, bytes_per_token)
@@ -1117,7 +1194,7 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                 engine.monitor.write_events([
                     ("Eval/Samples/loss", result["loss"], engine.global_samples)])
             if saving:
-                save_checkpoint(engine, settings, run, history)
+                write(save_checkpoint(engine, settings, run, history))
             clock += time.perf_counter() - pause
             if stop:
                 break
@@ -1200,7 +1277,7 @@ if __name__ == "__main__":
            f" {time.perf_counter() - began:.0f} s")
     if stop:
         print0(f"stopped by {signal.Signals(stop).name} and saved; --resume auto continues")
-        sys.exit(128 + stop)
+        sys.exit(130 if stop == signal.SIGINT else 143)
     memory_gib("after training")
 
 # %%

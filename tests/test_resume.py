@@ -1,13 +1,16 @@
 """Nothing is lost: exact resumption on any ranks and ZeRO stages, whole checkpoints only, one owner."""
 
-import json
+import math
 import os
-import random
+import signal
 import subprocess
 import time
 
+import kills
+import psutil
 import pytest
-from conftest import SCRIPT, clean_environment, launcher
+from conftest import SCRIPT, launch, launcher
+from kills import start
 
 
 @pytest.fixture
@@ -66,12 +69,6 @@ def test_another_training_is_refused(train, tmp_path, options, says):
     assert sorted(path.name for path in (tmp_path / "runs/gpt2/checkpoints").iterdir()) == before
 
 
-def start(cwd, *flags):
-    command = [*launcher(), SCRIPT, "--num_samples", "256", "--log_every", "1", *flags]
-    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=clean_environment(), text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 def test_one_owner(train, tmp_path):
     """The second run into a folder is told who has it; a lock that a killed run left is no obstacle."""
     first = start(tmp_path, "--max_steps", "1000")
@@ -83,22 +80,117 @@ def test_one_owner(train, tmp_path):
     train().ok()
 
 
-def test_killed_at_any_moment(tmp_path, times=4):
-    """kill -9 while a checkpoint is saved after every update: the next run goes on from the last whole one."""
-    reached, moment = 0, random.Random(1)
-    for _ in range(times):
-        process = start(tmp_path, "--max_steps", "4000", "--save_every", "1", "--resume", "auto")
-        for line in process.stdout:
-            if "continuing after update" in line:
-                assert int(line.split()[-1]) >= reached
-            if "| step" in line and "epoch" in line:
-                break
-        time.sleep(moment.uniform(0.2, 1.5))
-        process.kill()
-        process.wait()
-        folder = tmp_path / "runs/gpt2/checkpoints"
-        steps = [int(path.parent.name[11:]) for path in folder.glob("global_step*/run.json") if not path.parent.suffix]
-        assert max(steps) >= reached
-        reached = max(steps)
-    assert reached > times and json.loads((folder / f"global_step{reached}/run.json").read_text())["ranks"] == 1
-    assert os.path.isfile(folder / "latest")
+def test_killed_at_any_moment(tmp_path):
+    """kill -9 while a checkpoint is saved after every update; `python tests/kills.py` does it 30 times."""
+    kills.kill_and_resume(tmp_path, times=3)
+
+
+# Signals
+
+@pytest.mark.parametrize("kind, ranks, target, number, rc", [
+    ("python", 1, "rank", signal.SIGINT, {130}), ("python", 1, "rank", signal.SIGTERM, {143}),
+    ("python", 1, "rank", signal.SIGUSR1, {143}),  # the warning of a batch system
+    ("deepspeed", 2, "rank", signal.SIGINT, {130}), ("torchrun", 2, "rank", signal.SIGTERM, {1}),  # one of the two
+    ("deepspeed", 2, "launcher", signal.SIGTERM, {-15}), ("torchrun", 2, "launcher", signal.SIGTERM, {1})])
+def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, kind, ranks, target, number, rc):
+    """Sent to one rank, all agree to stop; sent to the launcher, the ranks hear of it."""
+    process, out = start(tmp_path, "--max_steps", "1000", kind=kind, ranks=ranks), []
+    for line in process.stdout:
+        out.append(line)
+        if "| step    3/" in line:
+            children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)
+                        if str(SCRIPT) in child.cmdline() and "launch" not in str(child.cmdline())]
+            os.kill(process.pid if target == "launcher" or ranks == 1 else max(children), number)
+    out = "".join(out)  # up to the end of the last process that could write to it
+    assert process.wait() in rc, out
+    name = "SIGTERM" if target == "launcher" else signal.Signals(number).name
+    assert f"stopped by {name} and saved" in out and "Traceback (most recent" not in out.split("stopped by")[0]
+    step = int((tmp_path / "runs/gpt2/checkpoints/latest").read_text().removeprefix("global_step"))
+    assert 3 <= step < 30 and not (tmp_path / "runs/gpt2/model").exists()
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    process = start(tmp_path, "--max_steps", "100", "--num_samples", "16384", "--grad_accum", "2000")  # a minute each
+    next(line for line in process.stdout if "sample before" in line)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode not in (0, 130) and not (tmp_path / "runs/gpt2/checkpoints").exists()
+
+
+# Disks
+
+def test_a_full_disk_is_noticed_before_a_save(train, tmp_path):
+    """A tmpfs of 30 MB takes three checkpoints of 8.7 MB. With fewer to keep, the run goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        options = {"output_dir": disk / "run", "max_steps": 6, "save_every": 1}
+        result = train(**options, keep_checkpoints=5)
+        assert result.rc == 1 and len(result.errors) == 1 and "Traceback" not in result.err
+        assert "a checkpoint takes 8 MiB, and the disk has less" in result.errors[0]
+        assert len(list(disk.glob("run/checkpoints/global_step*"))) == 3
+        assert "continuing after update 3" in train(**options, keep_checkpoints=2, resume="auto").ok().out
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_fills_during_a_save_costs_no_earlier_checkpoint(train, tmp_path, ranks):
+    """A limit on the size of files fails in the middle of a write, just as a full disk does."""
+    train(stop_after=1, ranks=ranks).ok()
+    kind = launcher(ranks, "python" if ranks == 1 else "torchrun")
+    result = launch("bash", "-c", 'ulimit -f 1500; exec "$@"', "bash", *kind, SCRIPT, "--max_steps", 4, "--num_samples",
+                    256, "--resume", "auto", "--save_every", 1, cwd=tmp_path)
+    assert result.rc == 1 and "global_step2.part: cannot be written" in result.errors[0], result.err[-3000:]
+    assert "Traceback" not in result.err.split("ChildFailedError")[0].split("error: ")[0]
+    folder = tmp_path / "runs/gpt2/checkpoints"
+    assert [path.name for path in folder.glob("global_step*")] == ["global_step1"]
+    assert "continuing after update 1" in train(resume="auto", ranks=ranks).ok().out
+
+
+# Sick training
+
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (1, 1), (2, 3)])
+def test_weights_that_are_not_finite_are_named_and_never_saved(train, tmp_path, ranks, stage):
+    """A NaN is put into the weights of a checkpoint, with its checksums right."""
+    import torch
+
+    options = {"ranks": ranks, "zero_stage": stage, "save_every": 1}
+    train(stop_after=2, **options).ok()
+    folder = tmp_path / "runs/gpt2/checkpoints/global_step2"
+
+    def poison(value):
+        if torch.is_tensor(value) and value.is_floating_point() and value.numel() > 1000:
+            value.data.view(-1)[:] = math.nan
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            poison(part)
+
+    for file in folder.glob("*.pt"):
+        content = torch.load(file, weights_only=False)
+        poison(content)
+        torch.save(content, file)
+    result = train(resume="auto", **options)
+    assert result.rc == 1 and "Traceback" not in result.err.split("ChildFailedError")[0].split("error: ")[0]
+    assert "update 3, rank 0: the loss is nan" in result.errors[0] and "loss scale 1" in result.errors[0]
+    assert not list(folder.parent.glob("global_step[3-9]*"))
+
+
+def test_a_finite_loss_does_not_hide_weights_that_are_not(gpt2, tmp_path):
+    settings = gpt2.Settings(model="nano", output_dir=str(tmp_path), zero_stage=0)
+    ds_config = gpt2.load_ds_config(settings)
+    engine = gpt2.build_engine(gpt2.build_model(gpt2.gpt2_config(settings)[0], settings, ds_config), ds_config, 10)
+    loss = gpt2.torch.tensor(2.5)
+    assert gpt2.mean_loss(engine, loss, saving=True) == 2.5
+    with gpt2.torch.no_grad():
+        next(engine.module.parameters())[0, 0] = math.inf
+    assert gpt2.mean_loss(engine, loss, saving=False) == 2.5
+    with pytest.raises(SystemExit) as stop:
+        gpt2.mean_loss(engine, loss, saving=True)
+    assert stop.value.code == 1
+    engine.destroy()

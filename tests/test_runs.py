@@ -4,14 +4,13 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import SCRIPT, clean_environment, launch, launcher
+from conftest import SCRIPT, clean_environment, launch
 
 
 def scalars(folder):
@@ -184,25 +183,6 @@ def test_only_the_newest_checkpoints_stay(train, tmp_path):
     train(max_steps=6, stop_after=4, keep_checkpoints=1).ok()  # a fresh run into the same folder
     assert [path.name for path in folder.glob("global_step*")] == ["global_step4"]
     assert "continuing after update 4" in train(max_steps=6, resume="auto").ok().out
-
-
-@pytest.mark.parametrize("number, ranks, rc", [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGINT, 2, 130)])
-def test_a_signal_ends_the_run_after_a_checkpoint(tmp_path, number, ranks, rc):
-    """Sent to the process, and on two ranks to the second one only: both agree to stop."""
-    command = [*launcher(ranks, "python" if ranks == 1 else "deepspeed"), SCRIPT, "--log_every", "1"]
-    process = subprocess.Popen([str(part) for part in command], cwd=tmp_path, env=clean_environment(), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    target, out = process.pid, []
-    for line in process.stdout:
-        out.append(line)
-        if "spawned with command" in line:  # the launcher tells of each process; the last is rank 1
-            target = int(line.split("process ")[1].split()[0])
-        if "| step   3/" in line:
-            os.kill(target, number)
-    assert process.wait() == rc, "".join(out)
-    assert f"stopped by {signal.Signals(number).name} and saved" in "".join(out)
-    step = int((tmp_path / "runs/gpt2/checkpoints/latest").read_text().removeprefix("global_step"))
-    assert 3 <= step <= 6 and not (tmp_path / "runs/gpt2/model").exists()
 
 
 # What cannot work
