@@ -917,7 +917,10 @@ def train_step(engine, micro_batches):
 # %%
 @torch.no_grad()
 def evaluate(engine, dataset, batch_size, bytes_per_token=None):
-    """`{loss, perplexity}`; with `bytes_per_token` also `bits_per_byte`. Called by all ranks."""
+    """`{loss, perplexity}`; with `bytes_per_token` also `bits_per_byte`. Called by all ranks.
+
+    Raises `Fault` if the loss is not finite.
+    """
     engine.eval()
     ranks, total = dist.get_world_size(), torch.zeros(2, device=engine.device)
     mine = range(dist.get_rank(), len(dataset), ranks)
@@ -929,6 +932,9 @@ def evaluate(engine, dataset, batch_size, bytes_per_token=None):
     dist.all_reduce(total)
     engine.train()
     loss = (total[0] / total[1]).item()
+    if not math.isfinite(loss):
+        raise Fault(f"update {engine.global_steps}: the held-out loss is {loss}, so weights are inf"
+                    " or nan; resume from a checkpoint before")
     result = {"loss": loss, "perplexity": math.exp(min(loss, 100))}
     if bytes_per_token:
         result["bits_per_byte"] = loss / math.log(2) / bytes_per_token
@@ -963,8 +969,9 @@ def save_checkpoint(engine, settings, run, history):
     size *= engine.get_data_types()[0].itemsize + 12  # weights; those in fp32, AdamW's two moments
     if first:
         root.mkdir(exist_ok=True)
-        for left in root.glob("global_step*.*"):  # .part, .old, .universal of a run that was killed
-            shutil.rmtree(left)
+        surplus = [note.parent for note in checkpoint_notes(root)[settings.keep_checkpoints:]]
+        for old in (*root.glob("global_step*.*"), *surplus):  # .part, .old, .universal: cut short
+            shutil.rmtree(old)
         if shutil.disk_usage(root).free < size:
             raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less;"
                         " free some, or lower --keep_checkpoints: --resume auto continues")

@@ -1,7 +1,9 @@
 """Nothing is lost: exact resumption on any ranks and ZeRO stages, whole checkpoints only, one owner."""
 
+import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -177,8 +179,18 @@ def test_weights_that_are_not_finite_are_named_and_never_saved(train, tmp_path, 
         torch.save(content, file)
     result = train(resume="auto", **options)
     assert result.rc == 1 and "Traceback" not in result.err.split("ChildFailedError")[0].split("error: ")[0]
-    assert "update 3, rank 0: the loss is nan" in result.errors[0] and "loss scale 1" in result.errors[0]
-    assert not list(folder.parent.glob("global_step[3-9]*"))
+    assert "update 2: the held-out loss is nan" in result.errors[0]
+    assert {path.name for path in folder.parent.glob("global_step*")} == {"global_step1", "global_step2"}
+
+
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 1)])
+def test_a_loss_that_is_not_finite_is_named(train, tmp_path, ranks, stage):
+    """A rate that is far too high: whatever breaks first, loss, gradient or weights, no checkpoint has it."""
+    result = train(ranks=ranks, zero_stage=stage, lr=1e30, max_steps=60, num_samples=2048, save_every=1)
+    assert result.rc == 1 and "Traceback" not in result.err.split("error: ")[0]
+    assert re.search(r"error: update \d+(, rank \d)?: .*(loss scale 1|held-out loss is nan)", result.errors[0]), result.err
+    for note in (tmp_path / "runs/gpt2/checkpoints").glob("global_step*/run.json"):
+        assert all(math.isfinite(loss) for _, loss in json.loads(note.read_text())["history"]["train"])
 
 
 def test_a_finite_loss_does_not_hide_weights_that_are_not(gpt2, tmp_path):
