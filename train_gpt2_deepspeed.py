@@ -31,6 +31,7 @@ the loss then falls to a floor that is known exactly.
 
 # %%
 import argparse
+import bisect
 import contextlib
 import copy
 import dataclasses
@@ -44,11 +45,13 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -158,6 +161,12 @@ class Settings:
     micro_batch: int | None = option(None, "samples per process and forward pass")
     grad_accum: int | None = option(None, "micro-batches per update")
     lr: float | None = option(None, "peak learning rate")
+    memory_limit: float | None = option(None, "GiB of the GPU's memory that may be used (all)")
+    # instead of training
+    plan: bool = option(False, "say what memory the run would take, and stop")
+    plan_gpus: int | None = option(None, "plan for so many GPUs, here or not (as many as there are)")
+    compare: list[str] | None = option(None, "measure tactics, the usual or those that are named:"
+                                             " 'zero_stage=2 offload=optimizer' 'dtype=bf16'")
 
     def __post_init__(self):
         self.data = [self.data] if isinstance(self.data, str) else self.data or ["synthetic"]
@@ -173,6 +182,8 @@ class Settings:
         for name, good, rule in (
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
+                ("memory_limit", self.memory_limit is None or 0 < self.memory_limit < math.inf,
+                 "must be a positive number"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
                 ("offload", offload in ("none", "optimizer", "all")
                  or offload[:5] == "nvme:" != offload, "must be none, optimizer, all or nvme:FOLDER"),
@@ -193,6 +204,7 @@ def parse_settings(argv):
         return Settings()
     parser = HfArgumentParser(Settings, allow_abbrev=False)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # of the launchers
+    next(a for a in parser._actions if a.dest == "compare").nargs = "*"  # none named: the usual
 
     def error(message):
         raise UserError(f"{message}; see --help")
@@ -221,12 +233,22 @@ if __name__ == "__main__":
 # a compiler). Declared incompatible, it gives way to gloo.
 
 # %%
-def init_distributed():
-    """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
+def free_port():
+    """A TCP port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": probe.getsockname()[1]}
+        return probe.getsockname()[1]
+
+
+def local_world_size():
+    """The number of processes on this host, as torchrun or the `deepspeed` launcher tells it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+
+
+def init_distributed():
+    """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
+    single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": free_port()}
     for name, value in single.items():
         os.environ.setdefault(name, str(value))
     deepspeed.utils.logger.setLevel("ERROR")  # the rest buries the run's own lines
@@ -237,8 +259,7 @@ def init_distributed():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     if accelerator.device_name() == "cpu":  # each process its share of the cores, lest they collide
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
     elif local_rank < accelerator.device_count():
         accelerator.set_device(local_rank)
     else:
@@ -329,7 +350,8 @@ def apply_settings(config, settings):
     if bf16.get("enabled") and old:
         fp16["enabled"], bf16["enabled"] = True, False
         print0("precision: fp16 instead of bf16, which GPUs have from Ampere on")
-    if fp16.get("enabled") and not get_accelerator().is_fp16_supported():
+    no_fp16 = not get_accelerator().is_fp16_supported() and not settings.plan_gpus
+    if fp16.get("enabled") and no_fp16:
         fp16["enabled"] = False
         print0("precision: fp32 instead of fp16, which this CPU does not have")
 
@@ -394,6 +416,8 @@ def load_ds_config(settings):
                 if name in ("tensorboard", "csv_monitor"):
                     folder = {"output_path": settings.output_dir, "job_name": name}
                     config[name] = folder | config[name]
+        if settings.plan_gpus and get_accelerator().device_name() == "cpu":
+            rehearsal["fp16"]["enabled"] = False  # a plan for another machine
         complete_schedule(rehearsal, 10**6)
         if compiled:
             print0("optimizer: DeepSpeed compiles its own now, unless it has been before")
@@ -618,6 +642,241 @@ if __name__ == "__main__":
     seq_len = settings.seq_len or config.n_positions
     print0(f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, vocabulary"
            f" {config.vocab_size}, {seq_len} tokens per sample")
+
+# %% [markdown]
+# ## What will fit
+# Before anything is allocated, the peak of memory is reckoned from the shapes, for P parameters, N
+# processes and b bytes per number (2, or 4 in fp32):
+#
+# - parameters b·P, gradients b·P, and AdamW's states 12·P (the weights in fp32, two moments). ZeRO
+#   divides by N: stage 1 the states, 2 the gradients too, 3 the parameters too;
+# - activations: 16.2 numbers per token, layer and unit of width; with checkpointing, 1 and one
+#   layer's 16.2. Logits: the vocabulary, per token, and again as much for their gradient;
+# - the buckets, in which gradients travel between processes.
+#
+# They do not all exist at once: the peak is the highest of four moments. Offloading moves states to
+# the host, in pinned memory, which torch rounds up to powers of two: there it may not fit.
+
+# %%
+def plan_memory(config, settings, ds_config, ranks, parameters):
+    """The peak of memory in GiB by part: `(device, host, checkpoint)`, two dicts and a number.
+
+    `host` is per process. `parameters` is their number. The coefficients were measured on an H200.
+    """
+    zero, GiB = ds_config["zero_optimization"], 2**30
+    stage, accumulate = zero["stage"], ds_config["gradient_accumulation_steps"] > 1
+    offload, offload_all = (zero.get(part, {}).get("device", "none") != "none"
+                            for part in ("offload_optimizer", "offload_param"))
+    on_gpu = torch.cuda.is_available() or settings.plan_gpus
+    half = any(ds_config[name].get("enabled") for name in ("fp16", "bf16"))
+    width, P, b = config.n_embd, parameters / GiB, 2 if half else 4
+    tokens = (settings.seq_len or config.n_positions) * ds_config["train_micro_batch_size_per_gpu"]
+    shard = [P / ranks if stage >= least else P for least in range(4)]  # at this stage and above
+    layer, logits = 16.2 * width * tokens * b / GiB, config.vocab_size * tokens * b / GiB
+    layers = layer * config.n_layer
+    if settings.gradient_checkpointing:
+        layers = (config.n_layer + 2) * width * tokens * b / GiB
+    embedding = b * config.vocab_size * width / GiB
+    gathered = b * min(P, 1e9 / GiB) if stage == 3 and (ranks > 1 or offload_all) else 0
+    bucket = b * min(zero.get("reduce_bucket_size", 5e8) / GiB, P) if stage else 0
+    states = (12 if half or stage else 8) * shard[1]
+    gradients = 0 if offload and stage > 1 else b * shard[2]
+    lasting = gradients if accumulate or stage == 3 else 0  # between two backward passes
+    lasting_bucket = bucket if stage == 3 or (stage == 1 and accumulate) else 0
+    device = {"parameters": (0 if offload_all else b * shard[3]) + gathered
+              + (embedding if offload and stage < 3 else 0),
+              "optimizer states": 0 if offload else states, "framework": 0.06 if on_gpu else 0.45}
+    moments = (  # a backward pass begins, meets the first gradients, ends; the update
+        {"activations": layers, "logits and loss": 2 * logits, "gradients": lasting,
+         "buckets": lasting_bucket},
+        {"activations": layers + layer, "gradients": lasting + (embedding if stage < 3 else 0),
+         "buckets": bucket * (2 if stage == 3 else 1)},
+        {"activations": layer, "gradients": gradients + embedding, "buckets": bucket},
+        {"gradients": gradients + (0 if offload else (8 - b) * shard[1]),
+         "buckets": bucket if stage == 3 else 0})
+    device |= max(moments, key=lambda parts: sum(parts.values()))
+
+    def pinned(size):
+        return 2 ** math.ceil(math.log2(size))
+
+    host = {"process": 1.9 if on_gpu else 0.45}
+    if settings.model not in (None, *PRESETS):
+        host["the model as it is read"] = 4 * P
+    if offload:
+        host["offloaded states"] = (8 if stage < 3 else 15) * shard[1]
+        buffers = [4, 4, b] + [b] * (stage == 2 and accumulate) if stage < 3 else [4, b]
+        host["pinned buffers"] = sum(pinned(size * shard[1]) for size in buffers)
+    elif stage == 3:
+        host["the model as it is sharded"] = b * shard[3]
+    if offload_all:
+        host["pinned parameters"] = pinned(b * shard[3]) + 1.4 * b * shard[3]
+    return device, host, (12 + b) * P
+
+
+def print_plan(config, settings, ds_config, ranks, local_ranks):
+    """Print what `ranks` processes take, `local_ranks` a host, and what would help if it is much."""
+    with torch.device("meta"):  # shapes only
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    elsewhere = settings.plan_gpus and not torch.cuda.is_available()  # there a T4 has 15 GiB
+    total = settings.memory_limit or (
+        15 if elsewhere else get_accelerator().total_memory() / 2**30)
+    free = math.inf if elsewhere else psutil.virtual_memory().available / 2**30
+
+    def reckon(**changes):
+        planned, changed = dataclasses.replace(settings, **changes), copy.deepcopy(ds_config)
+        apply_settings(changed, dataclasses.replace(planned, dtype=None))
+        return plan_memory(config, planned, changed, ranks, parameters)
+
+    def largest_micro_batch(**changes):
+        def too_large(size):
+            device, host, _ = reckon(micro_batch=size, **changes)
+            return (sum(device.values()) > 0.95 * total  # a rest for fragments, and for cuBLAS
+                    or sum(host.values()) * local_ranks > free)
+
+        return bisect.bisect_left(range(1, 2**16), True, key=too_large)
+
+    device, host, checkpoint = reckon()
+    for place, parts, count, most in (("device", device, 1, total), ("host", host, local_ranks, free)):
+        size = sum(parts.values()) * count
+        print0(f"plan: {place} {size:.2f} GiB of {most:.1f} ({count} process(es)): "
+               + ", ".join(f"{part} {size:.2f}" for part, size in parts.items() if size > 0.005))
+    largest, micro_batch = largest_micro_batch(), ds_config["train_micro_batch_size_per_gpu"]
+    print0(f"plan: a checkpoint takes {checkpoint:.2f} GiB, and {settings.keep_checkpoints} stay;"
+           f" the largest micro-batch that fits is {largest}")
+    if largest < micro_batch:
+        save, zero3 = {"gradient_checkpointing": True}, {"zero_stage": 3, "offload": "all"}
+        offload = {"zero_stage": 2, "offload": "optimizer"}
+        advice = "no tactic helps: a smaller --model, or more GPUs"
+        for tactic in ({}, save, {"zero_stage": 2}, {"zero_stage": 3}, save | {"zero_stage": 3},
+                       offload, offload | save, zero3, zero3 | save):
+            if size := min(micro_batch, largest_micro_batch(**tactic)):
+                tactic = tactic | {"micro_batch": size}
+                advice = "the cheapest tactic that should: " + " ".join(
+                    f"--{name} {value}".removesuffix(" True") for name, value in tactic.items())
+                break
+        print0(f"plan: it does NOT fit; {advice}")
+
+# %%
+if __name__ == "__main__":
+    if settings.memory_limit and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, settings.memory_limit * 2**30 / get_accelerator().total_memory()))
+    planned = settings.plan_gpus or ranks
+    print_plan(config, settings, ds_config, planned,
+               min(planned, 8) if settings.plan_gpus else local_world_size())
+    if settings.plan:
+        sys.exit()
+
+# %% [markdown]
+# ## What each tactic costs, measured
+# `--compare` trains for a few updates under each of some settings, in fresh processes through the
+# real launcher, and shows what it pays in speed for what it saves in memory. The loss must be the
+# same in all rows of one precision: also for half the micro-batch at twice the accumulation.
+
+# %%
+USUAL = ("", "zero_stage=0", "zero_stage=2", "zero_stage=3", "zero_stage=2 offload=optimizer",
+         "zero_stage=3 offload=all", "gradient_checkpointing=true", "dtype=fp32")
+LOG_LINE = re.compile(r"step +(\d+)/.* loss (\S+) .* ([\d,]+) tok/s .* peak (\S+) GiB")
+
+
+def measure(script, flags, ranks, updates=8):
+    """Train by the command-line `flags` for some updates, and end it there. Returns a row."""
+    row, speeds, tail, began = {"failed": "no update"}, [], [], time.perf_counter()
+    theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "ROLE_", "TORCHELASTIC")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
+         "--master_port", str(free_port()), script, *flags], env=environment, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        for line in process.stdout:
+            tail = [*tail[-40:], line.strip()]
+            if planned := re.match(r"plan: (device|host) (\S+) GiB", line):
+                row[f"{planned[1]} planned"] = float(planned[2])
+            if found := LOG_LINE.search(line):
+                speeds.append(float(found[3].replace(",", "")))
+                row |= {"loss": float(found[2]), "device": max(row.get("device", 0), float(found[4]))}
+                row.setdefault("start-up", time.perf_counter() - began)
+                if found[1] == str(updates):
+                    launch, = psutil.Process(process.pid).children()
+                    status = [Path(f"/proc/{child.pid}/status").read_text()
+                              for child in launch.children()]
+                    peaks = [int(re.search(r"VmHWM:\s+(\d+)", text)[1]) for text in status]
+                    return row | {"host": sum(peaks) / 2**20, "failed": None,
+                                  "tokens/s": float(np.median(speeds[2:]))}
+        reasons = [line for line in tail if "error" in line.lower() and "Traceback" not in line]
+        return row | {"failed": (["out of host memory (-9)"] * (process.wait() == 247) or
+                                 [line for line in reasons if "out of memory" in line]
+                                 or reasons or tail or ["?"])[0][:120]}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def compare(settings, ranks):
+    """Measure `settings.compare` and write `compare/compare.{json,md,png}`. Called by rank 0."""
+    script = Path(globals().get("__file__", "train_gpt2_deepspeed.py")).absolute()
+    if not script.is_file():
+        raise UserError(f"--compare: starts {script}, which is not there; run it beside the file")
+    ours = {"compare", "output_dir", "resume", "log_every", "max_steps", "stop_after", "save_every"}
+    given = {f.name: value for f in dataclasses.fields(settings) if f.name not in ours
+             and (value := getattr(settings, f.name)) not in (f.default, ["synthetic"])}
+    rows, folder = {}, Path(settings.output_dir, "compare")
+    commands = {}
+    for name in settings.compare or USUAL:
+        chosen = given | dict(part.partition("=")[::2] for part in name.split())
+        flags = [text for key, value in chosen.items() for text in
+                 (f"--{key}", *map(str, value if isinstance(value, list) else [value]))]
+        commands[name or "as set"] = flags
+        parse_settings(["", *flags])  # refuse what is wrong before anything runs
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, flags in tqdm(commands.items(), unit="run"):
+            rows[name] = measure(script, [*flags, "--output_dir", scratch, "--log_every", "1",
+                                          "--max_steps", "1000"], ranks)
+            write_comparison(rows, folder)
+    print0((folder / "compare.md").read_text())
+
+
+def write_comparison(rows, folder):
+    """Write the `rows` as compare.json, compare.md and compare.png into `folder`."""
+    from matplotlib.figure import Figure
+
+    (folder / "compare.json").write_text(json.dumps(rows, indent=1))
+    columns = ("tokens/s", "device", "device planned", "host", "host planned", "loss", "start-up")
+    table = ["| setting | tokens/s | device GiB | planned | host GiB | planned | loss | start-up s |",
+             "|---|---|---|---|---|---|---|---|"]
+    done = {name: row for name, row in rows.items() if not row["failed"]}
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="peak of device memory (GiB)", ylabel="tokens per second")
+    for number, (name, row) in enumerate(rows.items(), 1):
+        formats = [f"{row[column]:,.{0 if column == 'tokens/s' else 4 if column == 'loss' else 2}f}"
+                   if column in row else "" for column in columns]
+        if name in done and not math.isclose(row["loss"], [*done.values()][0]["loss"], rel_tol=0.01):
+            formats[5] += " (differs)"
+        table.append(f"| {name} | {row['failed'] or formats[0]} | {' | '.join(formats[1:])} |")
+        if name in done:
+            axes.plot(row["device"], row["tokens/s"], "o", label=f"{number}  {name}")
+            axes.annotate(str(number), (row["device"], row["tokens/s"]), (5, 5),
+                          textcoords="offset points")
+    axes.set_xlim(left=0), axes.set_ylim(bottom=0)
+    if done:
+        figure.legend(loc="outside right upper")
+    (folder / "compare.md").write_text("\n".join(table) + "\n")
+    figure.savefig(folder / "compare.png", dpi=120)
+
+# %%
+if __name__ == "__main__":
+    if settings.compare is not None:
+        dist.destroy_process_group()
+        try:
+            if rank == 0:
+                compare(settings, ranks)
+        except KeyboardInterrupt:  # the rows that are done are written
+            sys.exit(130)
+        sys.exit()
 
 # %% [markdown]
 # ## Resuming
