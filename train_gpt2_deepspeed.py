@@ -849,19 +849,25 @@ def write_comparison(rows, folder):
     table = ["| setting | tokens/s | device GiB | planned | host GiB | planned | loss | start-up s |",
              "|---|---|---|---|---|---|---|---|"]
     done = {name: row for name, row in rows.items() if not row["failed"]}
+
+    def model(name):
+        return [part for part in name.split() if part.startswith(("model=", "seq_len="))]
+
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="peak of device memory (GiB)", ylabel="tokens per second")
     for number, (name, row) in enumerate(rows.items(), 1):
         formats = [f"{row[column]:,.{0 if column == 'tokens/s' else 4 if column == 'loss' else 2}f}"
                    if column in row else "" for column in columns]
-        if name in done and not math.isclose(row["loss"], [*done.values()][0]["loss"], rel_tol=0.01):
+        same = [r["loss"] for other, r in done.items() if model(other) == model(name)]
+        if name in done and not math.isclose(row["loss"], same[0], rel_tol=0.01):
             formats[5] += " (differs)"
         table.append(f"| {name} | {row['failed'] or formats[0]} | {' | '.join(formats[1:])} |")
         if name in done:
             axes.plot(row["device"], row["tokens/s"], "o", label=f"{number}  {name}")
-            axes.annotate(str(number), (row["device"], row["tokens/s"]), (5, 5),
-                          textcoords="offset points")
-    axes.set_xlim(left=0), axes.set_ylim(bottom=0)
+            around = (12 * math.cos(number), 12 * math.sin(number))  # where points coincide
+            axes.annotate(str(number), (row["device"], row["tokens/s"]), around, ha="center",
+                          va="center", textcoords="offset points")
+    axes.set(xlim=(0, axes.get_xlim()[1] * 1.1), ylim=(0, axes.get_ylim()[1] * 1.1))
     if done:
         figure.legend(loc="outside right upper")
     (folder / "compare.md").write_text("\n".join(table) + "\n")
