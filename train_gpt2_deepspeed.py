@@ -658,6 +658,11 @@ if __name__ == "__main__":
 # the host, in pinned memory, which torch rounds up to powers of two: there it may not fit.
 
 # %%
+def bucket_size(parameters):
+    """Elements that travel at once: DeepSpeed's 5e8 would cost most models more than ZeRO saves."""
+    return min(parameters, max(50_000_000, parameters // 8), 500_000_000)
+
+
 def plan_memory(config, settings, ds_config, ranks, parameters):
     """The peak of memory in GiB by part: `(device, host, checkpoint)`, two dicts and a number.
 
@@ -678,7 +683,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
         layers = (config.n_layer + 2) * width * tokens * b / GiB
     embedding = b * config.vocab_size * width / GiB
     gathered = b * min(P, 1e9 / GiB) if stage == 3 and (ranks > 1 or offload_all) else 0
-    bucket = b * min(zero.get("reduce_bucket_size", 5e8) / GiB, P) if stage else 0
+    bucket = b * zero.get("reduce_bucket_size", bucket_size(parameters)) / GiB if stage else 0
     states = (12 if half or stage else 8) * shard[1]
     gradients = 0 if offload and stage > 1 else b * shard[2]
     lasting = gradients if accumulate or stage == 3 else 0  # between two backward passes
@@ -779,7 +784,7 @@ USUAL = ("", "zero_stage=0", "zero_stage=2", "zero_stage=3", "zero_stage=2 offlo
 LOG_LINE = re.compile(r"step +(\d+)/.* loss (\S+) .* ([\d,]+) tok/s .* peak (\S+) GiB")
 
 
-def measure(script, flags, ranks, updates=8):
+def measure(script, flags, ranks, updates=5):
     """Train by the command-line `flags` for some updates, and end it there. Returns a row."""
     row, speeds, tail, began = {"failed": "no update"}, [], [], time.perf_counter()
     theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "ROLE_", "TORCHELASTIC")
@@ -1128,8 +1133,7 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## The engine
 # `deepspeed.initialize` wraps model, optimizer and schedule. What only the script knows is filled
-# in: the number of updates, and buckets no larger than the model. At the default of 5e8 elements,
-# ZeRO costs a small model more memory than it saves.
+# in: the number of updates, and buckets that suit the size of the model.
 
 # %%
 def build_engine(model, ds_config, total_updates):
@@ -1138,7 +1142,7 @@ def build_engine(model, ds_config, total_updates):
     complete_schedule(config, total_updates)
     size = sum(math.prod(full_shape(p)) for p in model.parameters())
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        config["zero_optimization"].setdefault(bucket, min(500_000_000, size))
+        config["zero_optimization"].setdefault(bucket, bucket_size(size))
     return start_engine(model, parameter_groups(model), config)
 
 # %%
