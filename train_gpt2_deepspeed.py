@@ -55,6 +55,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -406,6 +407,11 @@ def load_ds_config(settings):
     compiled = not config["optimizer"].get("params", {}).get("torch_adam")
     try:
         apply_settings(config, settings)
+        if "nvme" in json.dumps(config["zero_optimization"]):
+            if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
+                raise UserError("offloading to NVMe reads through libaio, and compiles: run"
+                                " apt-get install libaio-dev build-essential, pip install ninja")
+            compiled = True
         rehearsal = ReadKeys(copy.deepcopy(config))
         for name, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
                               ("wandb", "wandb"), ("comet", "comet_ml")):
@@ -420,7 +426,7 @@ def load_ds_config(settings):
             rehearsal["fp16"]["enabled"] = False  # a plan for another machine
         complete_schedule(rehearsal, 10**6)
         if compiled:
-            print0("optimizer: DeepSpeed compiles its own now, unless it has been before")
+            print0("DeepSpeed compiles an op now, unless it has been before")
         engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
         engine.set_gradient_accumulation_boundary(True)
         row = torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])
@@ -682,7 +688,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     if settings.gradient_checkpointing:
         layers = (config.n_layer + 2) * width * tokens * b / GiB
     embedding = b * config.vocab_size * width / GiB
-    gathered = b * min(P, 1e9 / GiB) if stage == 3 and (ranks > 1 or offload_all) else 0
+    gathered = embedding if stage == 3 and (ranks > 1 or offload_all) else 0
     bucket = b * zero.get("reduce_bucket_size", bucket_size(parameters)) / GiB if stage else 0
     states = (12 if half or stage else 8) * shard[1]
     gradients = 0 if offload and stage > 1 else b * shard[2]
@@ -694,8 +700,8 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     moments = (  # a backward pass begins, meets the first gradients, ends; the update
         {"activations": layers, "logits and loss": 2 * logits, "gradients": lasting,
          "buckets": lasting_bucket},
-        {"activations": layers + layer, "gradients": lasting + (embedding if stage < 3 else 0),
-         "buckets": bucket * (2 if stage == 3 else 1)},
+        {"activations": layers * (1 - bucket / (b * P) if stage == 3 else 1) + layer,
+         "gradients": lasting + embedding, "buckets": bucket * (2 if stage == 3 else 1)},
         {"activations": layer, "gradients": gradients + embedding, "buckets": bucket},
         {"gradients": gradients + (0 if offload else (8 - b) * shard[1]),
          "buckets": bucket if stage == 3 else 0})
@@ -707,7 +713,9 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     host = {"process": 1.9 if on_gpu else 0.45}
     if settings.model not in (None, *PRESETS):
         host["the model as it is read"] = 4 * P
-    if offload:
+    if "nvme" in (zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")):
+        host["buffers to NVMe"] = 2.8
+    elif offload:
         host["offloaded states"] = (8 if stage < 3 else 15) * shard[1]
         buffers = [4, 4, b] + [b] * (stage == 2 and accumulate) if stage < 3 else [4, b]
         host["pinned buffers"] = sum(pinned(size * shard[1]) for size in buffers)
@@ -809,10 +817,10 @@ def measure(script, flags, ranks, updates=5):
                     peaks = [int(re.search(r"VmHWM:\s+(\d+)", text)[1]) for text in status]
                     return row | {"host": sum(peaks) / 2**20, "failed": None,
                                   "tokens/s": float(np.median(speeds[2:]))}
-        reasons = [line for line in tail if "error" in line.lower() and "Traceback" not in line]
-        return row | {"failed": (["out of host memory (-9)"] * (process.wait() == 247) or
-                                 [line for line in reasons if "out of memory" in line]
-                                 or reasons or tail or ["?"])[0][:120]}
+        reasons = [line for line in tail if "rror:" in line or "return code = -9" in line]
+        reason = next((line for line in reasons if "memory" in line), (reasons or tail or "?")[0])
+        return row | {"failed": "out of GPU memory" if "CUDA out of memory" in reason else
+                                "out of host memory" if "code = -9" in reason else reason[:120]}
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -858,7 +866,7 @@ def write_comparison(rows, folder):
     def model(name):
         return [part for part in name.split() if part.startswith(("model=", "seq_len="))]
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4 + 0.25 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="peak of device memory (GiB)", ylabel="tokens per second")
     for number, (name, row) in enumerate(rows.items(), 1):
         formats = [f"{row[column]:,.{0 if column == 'tokens/s' else 4 if column == 'loss' else 2}f}"
@@ -874,7 +882,7 @@ def write_comparison(rows, folder):
                           va="center", textcoords="offset points")
     axes.set(xlim=(0, axes.get_xlim()[1] * 1.1), ylim=(0, axes.get_ylim()[1] * 1.1))
     if done:
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside lower left")
     (folder / "compare.md").write_text("\n".join(table) + "\n")
     figure.savefig(folder / "compare.png", dpi=120)
 
@@ -929,12 +937,14 @@ def find_checkpoint(settings):
         for path in checkpoint_notes(root):
             try:
                 note = json.loads(path.read_text())
-                for name in note["files"]:
-                    if zipfile.ZipFile(path.parent / name).testzip():  # compares the checksums
+                for name, size in note["files"].items():
+                    file = path.parent / name
+                    if file.stat().st_size != size or (
+                            file.suffix == ".pt" and zipfile.ZipFile(file).testzip()):  # checksums
                         raise ValueError(f"{name} is damaged")
                 found = [(str(path.parent), note)]
                 break
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            except (OSError, ValueError, LookupError, AttributeError, zipfile.BadZipFile) as error:
                 print0(f"resume: {path.parent} is not whole ({error}); trying the one before")
     dist.broadcast_object_list(found)
     if not auto and not found[0][0]:
@@ -949,6 +959,10 @@ def continue_as(note, run, ds_config, ranks):
         if note["run"].get(name) != value:
             was = note["run"].get(name)
             raise UserError(f"--resume: the {name} there is {was}, that of this run {value}")
+    if "nvme" in json.dumps(ds_config["zero_optimization"]) or "offloaded_tensors" in str(
+            note["files"]):  # of a run that swapped
+        raise UserError("--resume: DeepSpeed does not restore the optimizer from NVMe: its update"
+                        " count and small states are lost; use --offload all to be able to resume")
     samples, micro_batch = note["samples_per_update"], ds_config["train_micro_batch_size_per_gpu"]
     ds_config["gradient_accumulation_steps"], rest = divmod(samples, micro_batch * ranks)
     if rest:
@@ -1228,14 +1242,18 @@ def count_bytes_per_token(dataset, tokenizer):
 
 # %%
 def save_checkpoint(engine, settings, run, history):
-    """Save to `checkpoints/global_stepN`, then remove all but the newest. Called by all ranks.
+    """Write `checkpoints/global_stepN.part`. Called by all ranks. Raises `Fault` if it cannot.
 
-    Returns a line about it. Raises `Fault` if the disk is full, with the older checkpoints whole.
+    Returns what makes it count: `finish()` waits for the disk, beside the training if it likes,
+    renames the folder, removes the oldest, and returns a line about it.
     """
     root, name = Path(settings.output_dir, "checkpoints"), f"global_step{engine.global_steps}"
     part, first, began = root / f"{name}.part", dist.get_rank() == 0, time.perf_counter()
     size = sum(math.prod(full_shape(p)) for p in engine.module.parameters())
     size *= engine.get_data_types()[0].itemsize + 12  # weights; those in fp32, AdamW's two moments
+    with contextlib.suppress(ImportError):  # torch has it from 2.7: half the time from a GPU
+        from torch.utils.serialization import config
+        config.save.use_pinned_memory_for_d2h = True
     if first:
         root.mkdir(exist_ok=True)
         surplus = [note.parent for note in checkpoint_notes(root)[settings.keep_checkpoints:]]
@@ -1244,24 +1262,37 @@ def save_checkpoint(engine, settings, run, history):
         if shutil.disk_usage(root).free < size:
             raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less;"
                         " free some, or lower --keep_checkpoints: --resume auto continues")
+
+    def fault(error):
+        shutil.rmtree(part, ignore_errors=True)
+        return Fault(f"{part}: cannot be written ({error}); the checkpoints before it are whole,"
+                     " and --resume auto continues")
+
     dist.barrier()
     try:
         engine.save_checkpoint(root, tag=part.name, save_latest=False)
-        dist.barrier()
-        if first:
-            note = {"run": run, "samples_per_update": engine.train_batch_size(), "history": history,
-                    "ranks": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(),
-                    "files": sorted(path.name for path in part.iterdir())}
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        raise fault(error) from error
+    dist.barrier()
+    note = {"run": run, "samples_per_update": engine.train_batch_size(),
+            "history": copy.deepcopy(history), "ranks": dist.get_world_size(),
+            "zero_stage": engine.zero_optimization_stage()}
+    seconds = time.perf_counter() - began
+
+    def finish():
+        if not first:
+            return None
+        try:
+            paths = sorted(part.rglob("*"))
+            note["files"] = {str(path.relative_to(part)): path.stat().st_size for path in paths
+                             if path.is_file()}
             (part / "run.json").write_text(json.dumps(note))
-            for path in (*part.iterdir(), part):  # to the disk itself, before it counts
+            for path in (*paths, part / "run.json", part):  # to the disk, before it counts
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
-    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-        shutil.rmtree(part, ignore_errors=True)
-        raise Fault(f"{part}: cannot be written ({error}); the checkpoints before it are whole, and"
-                    " --resume auto continues") from error
-    if first:
+        except OSError as error:
+            raise fault(error) from error
         if (root / name).exists():  # of an earlier run into this folder
             (root / name).rename(root / f"{name}.old")
         part.rename(root / name)
@@ -1270,9 +1301,10 @@ def save_checkpoint(engine, settings, run, history):
         shutil.rmtree(root / f"{name}.old", ignore_errors=True)
         for old in checkpoint_notes(root)[settings.keep_checkpoints:]:
             shutil.rmtree(old.parent)
-        size = sum(path.stat().st_size for path in (root / name).iterdir())
-    dist.barrier()
-    return f"saved {root / name}: {size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
+        return (f"saved {root / name}: {sum(note['files'].values()) / 2**20:,.1f} MiB, for which"
+                f" the training waited {seconds:.1f} s")
+
+    return finish
 
 
 def convert_checkpoint(checkpoint, target):
@@ -1416,7 +1448,8 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
     bar = tqdm(total=total_updates, initial=begin, unit="update", disable=not visible)
     write = bar.write if visible else print0
     logged, clock, stop, skips, runner = begin, time.perf_counter(), 0, 0, runner_pid()
-    with noted_signals() as received:
+    pending = None  # the checkpoint that is on its way to the disk
+    with noted_signals() as received, ThreadPoolExecutor(1) as writer:
         accumulation = engine.gradient_accumulation_steps()
         for epoch, micro_batches in updates(loader, accumulation, begin, end):
             lr, skipped = engine.get_lr()[0], engine.skipped_steps
@@ -1470,10 +1503,16 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                 engine.monitor.write_events([
                     ("Eval/Samples/loss", result["loss"], engine.global_samples)])
             if saving:
-                write(save_checkpoint(engine, settings, run, history))
+                if pending:
+                    pending.result()
+                finish = save_checkpoint(engine, settings, run, history)
+                pending = writer.submit(lambda finish=finish: write(finish()))
             clock += time.perf_counter() - pause
             if stop:
                 break
+        if pending:
+            pending.result()
+    dist.barrier()  # no rank leaves before it counts
     bar.close()
     return stop
 

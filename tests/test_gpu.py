@@ -78,6 +78,16 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(gpt2, tmp_path, d
     engine.destroy()
 
 
+@pytest.mark.parametrize("max_steps, skips", [(4, 4), (60, 50)])
+def test_a_run_that_applies_no_update_is_stopped(train, tmp_path, ds_json, max_steps, skips):
+    """A static loss scale at which every gradient overflows: named, and no untrained model is left."""
+    result = train(deepspeed_config=ds_json({"fp16.loss_scale": 2.0**60}), model="nano", max_steps=max_steps,
+                   num_samples=2048)
+    assert result.rc == 1 and f"update {skips}: {skips} updates in a row were skipped" in result.errors[0]
+    assert f"update {skips} skipped: gradient norm" in result.out
+    assert not (tmp_path / "runs/gpt2/model").exists() and not (tmp_path / "runs/gpt2/checkpoints").exists()
+
+
 def test_memory_of_the_device_is_logged(train):
     result = train(model="nano").ok()
     assert {line[10] for line in result.lines} == {"mem"} and "GPU memory with the engine, GiB: allocated" in result.out
