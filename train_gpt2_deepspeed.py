@@ -710,7 +710,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     def pinned(size):
         return 2 ** math.ceil(math.log2(size))
 
-    host = {"process": 1.9 if on_gpu else 0.45}
+    host = {"process": 2.1 if on_gpu else 0.45}
     if settings.model not in (None, *PRESETS):
         host["the model as it is read"] = 4 * P
     if "nvme" in (zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")):

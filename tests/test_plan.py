@@ -10,8 +10,8 @@ from conftest import LINE
 from kills import start
 
 # On an H200, fp16, 1024 tokens: (model, ZeRO stage, offload, checkpointing, micro-batch, accumulation), the peak of
-# torch.cuda.max_memory_allocated() over the updates and of the resident memory of the process, in GiB. In all but the
-# last three rows a bucket had min(5e8, parameters) elements.
+# torch.cuda.max_memory_allocated() over the updates and of the resident memory of the process, in GiB. In the rows up to
+# BUCKETS a bucket had min(5e8, parameters) elements; in the others it is what the script chooses.
 MEASURED = [
     (("124M", 1, "none", False, 4, 2), 4.067, 1.988), (("124M", 1, "none", False, 16, 2), 9.782, 2.002),
     (("124M", 1, "none", True, 4, 2), 3.006, 1.992), (("124M", 1, "none", True, 16, 2), 5.553, 2.007),
@@ -37,8 +37,13 @@ MEASURED = [
     (("774M", 3, "none", True, 2, 2), 16.854, 3.294), (("774M", 3, "none", True, 6, 2), 16.854, 3.294),
     (("774M", 3, "optimizer", False, 2, 2), 5.650, 18.882), (("774M", 3, "optimizer", False, 6, 2), 12.283, 18.874),
     (("774M", 3, "optimizer", True, 2, 2), 3.653, 18.881), (("774M", 3, "optimizer", True, 6, 2), 4.147, 18.877),
-    (("355M", 1, "none", False, 4, 8), 9.24, 2.32), (("774M", 2, "optimizer", True, 4, 16), 2.77, 20.14),
+    (("774M", 3, "all", False, 2, 2), 3.540, 23.097), (("774M", 3, "all", True, 6, 2), 1.982, 23.136),
+    (("774M", 3, "optimizer", True, 2, 2), 2.287, 19.022), (("124M", 3, "all", False, 16, 2), 7.786, 5.436),
+    (("124M", 3, "all", True, 4, 2), 1.009, 5.444), (("774M", 3, "all", True, 8, 8), 2.55, 23.23),
+    (("774M", 1, "optimizer", True, 8, 8), 5.53, 18.17), (("124M", 1, "none", False, 8, 4), 5.83, 2.35),
+    (("355M", 1, "none", False, 4, 8), 9.24, 2.32), (("355M", 1, "none", True, 8, 4), 7.39, 2.32), (("774M", 2, "optimizer", True, 4, 16), 2.77, 20.14),
     (("1.5B", 2, "optimizer", True, 4, 16), 4.51, 38.54)]
+BUCKETS = 48
 PARAMETERS = {"124M": 124_475_904, "355M": 354_871_296, "774M": 774_090_240, "1.5B": 1_557_686_400}
 
 
@@ -58,10 +63,10 @@ def plan(gpt2, row, ranks=1, bucket=None, **options):
 def test_the_plan_is_what_was_measured(gpt2, number):
     """Within 10 % on the device (most within 1 %), within 15 % on the host."""
     row, device, host = MEASURED[number]
-    bucket = min(500_000_000, PARAMETERS[row[0]]) if number < len(MEASURED) - 3 else None
+    bucket = min(500_000_000, PARAMETERS[row[0]]) if number < BUCKETS else None
     planned_device, planned_host, _ = plan(gpt2, row, bucket=bucket)
     assert sum(planned_device.values()) == pytest.approx(device, rel=0.1)
-    assert sum(planned_host.values()) == pytest.approx(host, rel=0.2 if host < 2.4 else 0.15)
+    assert sum(planned_host.values()) == pytest.approx(host, rel=0.15)
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 64])
