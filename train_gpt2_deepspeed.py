@@ -678,9 +678,6 @@ def continue_as(note, run, ds_config, ranks):
     if before != now and 0 in (before, now):
         raise UserError(f"--resume: DeepSpeed cannot convert ZeRO stage {before} to {now}")
     if now and (note["ranks"], before) != (ranks, now):
-        if run.get("pipeline_stages", 1) > 1:
-            raise UserError(f"--resume: a pipeline cannot go from {note['ranks']} to {ranks} times"
-                            " its stages: start as many processes as before")
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
 
 # %%
@@ -780,9 +777,9 @@ if __name__ == "__main__":
                               settings.seed)
     total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
     samples = micro_batch * accumulation * data_ranks
-    kind = "processes" if ranks == data_ranks else "pipelines"
+    unit = "processes" if ranks == data_ranks else "pipelines"
     print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update ="
-           f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({kind}) ="
+           f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({unit}) ="
            f" {samples} samples = {samples * seq_len:,} tokens\n"
            f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
     ids = training[next(iter(loader.sampler))]["input_ids"]
@@ -859,21 +856,20 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## GPT-2 as a pipeline
-# For a model that one device cannot hold: each stage has its share of the blocks, and micro-batches
-# follow each other through the stages. While the pipeline fills and drains, a stage idles for
-# (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are those of the
-# accumulation: of 4 stages, 4 leave 43 % idle, 32 only 9 %. With more processes than stages there
-# are several pipelines, which share out the data.
+# For a model that one device cannot train: each stage holds a share of the blocks, and micro-batches
+# follow each other through the stages. While a pipeline fills and drains, a stage idles, for
+# (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are the accumulation: of
+# 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines, which share the data.
+# Evaluation, samples and export gather the weights on every device, without optimizer states.
 #
-# DeepSpeed combines a pipeline with ZeRO-1 only. It refuses 2 and 3, and at 0 it clips by the
-# gradient of the first stage alone.
+# DeepSpeed refuses ZeRO-2 and 3 here, and at ZeRO-0 clips by the norm of the first stage alone.
 #
-# Trap: GPT-2's embedding is its output matrix as well. First and last stage each have a copy, and
-# unless these are declared tied, so that their gradients are added, they drift apart unnoticed.
+# Trap: the embedding is the output matrix as well. First and last stage each have a copy, and if
+# these are not declared tied, so that their gradients are added, they drift apart without a word.
 
 # %%
 class Positions(torch.nn.Module):
-    """GPT-2's position embedding as a layer: adds itself to the embedded tokens `(B, T, C)`."""
+    """GPT-2's position embedding as a layer of its own: it adds itself to `(B, T, C)`."""
 
     def __init__(self, wpe):
         super().__init__()
@@ -883,31 +879,26 @@ class Positions(torch.nn.Module):
         return tokens + self.wpe.weight[:tokens.shape[1]]
 
 
-@torch.no_grad()  # it broadcasts the tied weights, which autograd would take for a computation
+@torch.no_grad()  # the copies of the embedding are broadcast, which autograd need not know
 def build_pipeline(model, stages):
     """`model` as a pipeline, of which this process keeps the layers of its stage, as they are."""
     body, config, loss = model.transformer, model.config, model.loss_function
     if stages > config.n_layer:
-        raise UserError(f"--pipeline_stages {stages}: the model has {config.n_layer} blocks, and a"
-                        " stage takes at least one: lower it")
-
-    def logits(wte, hidden):
-        return torch.nn.functional.linear(hidden, wte.weight)
-
-    def mean_loss(logits, labels):  # over all positions: an ignored one counts as 0
-        return loss(logits, labels, config.vocab_size, num_items_in_batch=labels[:, 1:].numel())
-
-    tied = [TiedLayerSpec("wte", torch.nn.Embedding, forward_fn=fn) for fn in (None, logits)]
+        raise UserError(f"--pipeline_stages {stages}: a stage takes at least one block, and the"
+                        f" model has {config.n_layer}: lower it")
+    tied = [TiedLayerSpec("wte", torch.nn.Embedding, forward_fn=forward) for forward in (
+        None, lambda wte, hidden: torch.nn.functional.linear(hidden, wte.weight))]
     for spec in tied:
-        spec.build = lambda: body.wte  # there it is
-    layers = [tied[0], Positions(body.wpe), *body.h, body.ln_f,
-              tied[1] if config.tie_word_embeddings else model.lm_head]
+        spec.build = lambda: body.wte  # which is there already
+    head = tied[1] if config.tie_word_embeddings else model.lm_head
     with contextlib.redirect_stdout(None):  # it prints its layers
-        # By blocks, not by parameters: a stage of nothing but the embedding has no vectors, so one
-        # optimizer group less than the others, which then wait for its norm for ever.
-        pipeline = PipelineModule(layers, stages, loss_fn=mean_loss,
-                                  partition_method="type:GPT2Block")
-    pipeline._layer_specs.clear()  # it would keep the layers of all stages alive
+        # By blocks: by parameters, a stage may get the embedding alone, which has no vectors and so
+        # one optimizer group less, and wait for ever for the norm of that of the others.
+        pipeline = PipelineModule(
+            [tied[0], Positions(body.wpe), *body.h, body.ln_f, head], stages,
+            loss_fn=lambda logits, labels: loss(logits, labels, config.vocab_size),
+            partition_method="type:GPT2Block")
+    pipeline._layer_specs.clear()  # they would keep the other stages' layers in memory
     own = {p for p in pipeline.parameters() if not p.ds_pipe_replicated}
     pipeline.shards = {name: p for name, p in model.named_parameters() if p in own}
     pipeline.config = config
@@ -921,20 +912,19 @@ def whole_model(engine):
         return engine.module
     with torch.device(engine.device):
         model = AutoModelForCausalLM.from_config(
-            engine.module.config, dtype=engine.get_data_types()[0], attn_implementation="sdpa")
-    nothing = torch.zeros((), device=engine.device)
+            engine.module.config, attn_implementation="sdpa", dtype=engine.get_data_types()[0])
+    install_chunked_causal_lm_loss(model)
     for name, parameter in model.named_parameters():  # one stage has it, the others add 0
-        parameter.copy_(engine.module.shards.get(name, nothing))
+        parameter.copy_(engine.module.shards.get(name, torch.zeros(())))
         dist.all_reduce(parameter, group=engine.grid.get_pipe_parallel_group())
-    return model
+    return model.eval()
 
 # %%
 if __name__ == "__main__":
     if settings.pipeline_stages > 1:
         model = build_pipeline(model, settings.pipeline_stages)
-        print0(f"{data_ranks} pipeline(s) of {settings.pipeline_stages} stages; layers of each:"
-               f" {np.diff(model.parts).tolist()}")
-        memory_gib("with the stage")
+        print0(f"{data_ranks} pipeline(s) of {settings.pipeline_stages} stages, of"
+               f" {' + '.join(map(str, np.diff(model.parts)))} layers")
 
 # %% [markdown]
 # ## The engine
@@ -993,40 +983,21 @@ def train_step(engine, micro_batches):
 # the run hangs. A rank that has run out of samples repeats one, with weight 0.
 
 # %%
-def pipeline_loss(engine, dataset, batch_size):
-    """Mean loss on `dataset`, in batches of one shape: the last are filled with ignored rows."""
-    size, rows = len(dataset), batch_size * engine.dp_world_size
-    count = math.ceil(size / rows)
-
-    def batches():
-        for start in range(engine.grid.data_parallel_id * batch_size, count * rows, rows):
-            indices = [min(index, size - 1) for index in range(start, start + batch_size)]
-            input_ids = torch.stack([dataset[index]["input_ids"] for index in indices])
-            labels = input_ids.clone()
-            labels[max(0, size - start):] = -100
-            yield input_ids, labels
-
-    loss = engine.eval_batch(batches(), num_micro_batches=count).item()
-    return loss * count * rows / size
-
-
 @torch.no_grad()
 def evaluate(engine, dataset, batch_size, bytes_per_token=None):
     """`{loss, perplexity}`; with `bytes_per_token` also `bits_per_byte`. Called by all ranks."""
     engine.eval()
-    if engine.pipeline_parallelism:
-        loss = pipeline_loss(engine, dataset, batch_size)
-    else:
-        ranks, total = dist.get_world_size(), torch.zeros(2, device=engine.device)
-        mine = range(dist.get_rank(), len(dataset), ranks)
-        for start in range(0, math.ceil(len(dataset) / ranks), batch_size):
-            indices = mine[start:start + batch_size]
-            input_ids = torch.stack([dataset[index]["input_ids"] for index in indices or [0]])
-            loss = language_model_loss(engine, input_ids.to(engine.device)).float()
-            total += torch.stack([loss * len(indices), torch.full_like(loss, len(indices))])
-        dist.all_reduce(total)
-        loss = (total[0] / total[1]).item()
+    model = whole_model(engine) if engine.pipeline_parallelism else engine
+    ranks, total = dist.get_world_size(), torch.zeros(2, device=engine.device)
+    mine = range(dist.get_rank(), len(dataset), ranks)
+    for start in range(0, math.ceil(len(dataset) / ranks), batch_size):
+        indices = mine[start:start + batch_size]
+        input_ids = torch.stack([dataset[index]["input_ids"] for index in indices or [0]])
+        loss = language_model_loss(model, input_ids.to(engine.device)).float()
+        total += torch.stack([loss * len(indices), torch.full_like(loss, len(indices))])
+    dist.all_reduce(total)
     engine.train()
+    loss = (total[0] / total[1]).item()
     result = {"loss": loss, "perplexity": math.exp(min(loss, 100))}
     if bytes_per_token:
         result["bits_per_byte"] = loss / math.log(2) / bytes_per_token

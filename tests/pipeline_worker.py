@@ -4,8 +4,10 @@
 """
 
 import copy
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +35,10 @@ def main(folder):
     ds_config = gpt2.load_ds_config(settings)
     model = gpt2.build_model(config, settings, ds_config)
     plain = copy.deepcopy(model)
+    blocks = [weakref.ref(block) for block in model.transformer.h]
     engine = gpt2.build_engine(gpt2.build_pipeline(model, 2), ds_config, 10)
     del model
+    gc.collect()
     data_ranks, data_rank = engine.dp_world_size, engine.grid.data_parallel_id
     ids = torch.randint(1024, (MICRO * ACCUMULATION * data_ranks, LENGTH), generator=torch.manual_seed(1))
     mine = ids.reshape(data_ranks, ACCUMULATION, MICRO, LENGTH)[data_rank]
@@ -56,13 +60,15 @@ def main(folder):
     gpt2.dist.barrier()
     exported = AutoModelForCausalLM.from_pretrained(Path(folder, "model")).eval()
     _, logits = engine.eval_batch(iter([(ids[:MICRO], ids[:MICRO])]), return_logits=True, num_micro_batches=1)
-    logits = [(exported(ids[:MICRO]).logits - logits).abs().max().item() if logits is not None else 0.0]
-    everybody = [None] * ranks
-    gpt2.dist.all_gather_object(everybody, logits[0])
+    logits = None if logits is None else (exported(ids[:MICRO]).logits - logits).abs().max().item()
+    mine, reports = [logits, [block() is not None for block in blocks], engine.module.stage_id], [None] * ranks
+    gpt2.dist.all_gather_object(reports, mine)
     gpt2.print0("pipeline: " + json.dumps({
-        "loss": [loss.item(), plain_loss.item()], "gradients": gradients,
-        "copies": max((copy - tied).abs().max().item() for copy in copies), "logits": max(everybody),
-        "held": sum(p.numel() for p in engine.module.parameters()), "all": sum(p.numel() for p in plain.parameters())}))
+        "loss": [loss.item(), plain_loss.item()], "gradients": gradients, "reports": reports,
+        "copies": max((copy - tied).abs().max().item() for copy in copies),
+        "scale": exported(ids[:MICRO]).logits.abs().max().item()}))
+    gpt2.dist.barrier()
+    gpt2.dist.destroy_process_group()
 
 
 if __name__ == "__main__":
