@@ -61,12 +61,12 @@ def test_gradients_memory_and_export(tmp_path, command):
 
 
 def test_resume(train, tmp_path, ds_json):
-    """On as many pipelines, on more and on fewer; the held-out loss is that of the export."""
+    """On as many pipelines, then on more; the held-out loss is that of the export."""
     path = ds_json({"optimizer.params.weight_decay": 10})
     options = {"deepspeed_config": path, "max_steps": 7, "num_samples": 200, "pipeline_stages": 2, "kind": "deepspeed"}
     whole = train(**options, ranks=2, output_dir="whole").ok()
     losses = {}
-    for ranks, stop in ((2, 2), (2, 1), (4, 2), (2, None)):
+    for ranks, stop in ((2, 2), (2, 1), (4, None)):
         result = train(**options, ranks=ranks, resume="auto", stop_after=stop).ok()
         assert not set(result.losses) & set(losses)
         losses |= result.losses
