@@ -65,6 +65,7 @@ import psutil
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
 from torch import distributed as dist
@@ -161,6 +162,7 @@ class Settings:
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(None, "precision")
     micro_batch: int | None = option(None, "samples per process and forward pass")
     grad_accum: int | None = option(None, "micro-batches per update")
+    pipeline_stages: int = option(1, "stages of a pipeline, each on a device of its own")
     lr: float | None = option(None, "peak learning rate")
     memory_limit: float | None = option(None, "GiB of the GPU's memory that may be used (all)")
     # instead of training
@@ -180,6 +182,7 @@ class Settings:
         missing = [name for name in self.data if not find_files([name]) and
                    (find_files(self.data) or Path(name).suffix in FORMATS)]
         kinds = {FORMATS.get(Path(path).suffix, "text") for path in find_files(self.data)}
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
         for name, good, rule in (
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
@@ -190,6 +193,8 @@ class Settings:
                  or offload[:5] == "nvme:" != offload, "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
+                ("pipeline_stages", ranks % self.pipeline_stages == 0,
+                 f"does not divide the {ranks} process(es): start a multiple of it"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
@@ -344,6 +349,9 @@ def apply_settings(config, settings):
         if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) < lowest:
             raise UserError(f"{part} needs ZeRO stage {lowest} or more: --zero_stage {lowest}")
 
+    if settings.pipeline_stages > 1 and zero.get("stage", 0) != 1:
+        raise UserError(f"--pipeline_stages {settings.pipeline_stages}: DeepSpeed's pipeline needs"
+                        f" ZeRO stage 1, not {zero.get('stage', 0)}: --zero_stage 1")
     if settings.dtype is not None:
         fp16["enabled"], bf16["enabled"] = settings.dtype == "fp16", settings.dtype == "bf16"
     # By capability, since is_bf16_supported() is true even on a T4, which only emulates it.
@@ -728,6 +736,8 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
 
 def print_plan(config, settings, ds_config, ranks, local_ranks):
     """Print what `ranks` processes take, `local_ranks` a host, and what would help if it is much."""
+    if settings.pipeline_stages > 1:
+        return print0("plan: none for a pipeline, of which each stage has its share of the blocks")
     with torch.device("meta"):  # shapes only
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     elsewhere = settings.plan_gpus and not torch.cuda.is_available()  # there a T4 has 15 GiB
@@ -981,9 +991,11 @@ if __name__ == "__main__":
     checkpoint, note = find_checkpoint(settings)
     run = {"layers": config.n_layer, "heads": config.n_head, "width": config.n_embd,
            "vocabulary": config.vocab_size, "seq_len": seq_len, "data": settings.data,
-           "num_samples": settings.num_samples, "seed": settings.seed}
+           "num_samples": settings.num_samples, "seed": settings.seed,
+           "pipeline_stages": settings.pipeline_stages}
+    data_ranks = ranks // settings.pipeline_stages  # that many pipelines share out the data
     if checkpoint:
-        continue_as(note, run, ds_config, ranks)
+        continue_as(note, run, ds_config, data_ranks)
         accumulation = ds_config["gradient_accumulation_steps"]
 
 # %% [markdown]
@@ -1064,11 +1076,14 @@ def updates(loader, accumulation, begin, end):
 # %%
 if __name__ == "__main__":
     training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
-    loader = build_dataloader(training, micro_batch, accumulation, ranks, rank, settings.seed)
+    data_rank = rank % data_ranks  # neighbours are at the same stage of different pipelines
+    loader = build_dataloader(training, micro_batch, accumulation, data_ranks, data_rank,
+                              settings.seed)
     total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
-    samples = micro_batch * accumulation * ranks
+    samples = micro_batch * accumulation * data_ranks
+    unit = "processes" if ranks == data_ranks else "pipelines"
     print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update ="
-           f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {ranks} (processes) ="
+           f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({unit}) ="
            f" {samples} samples = {samples * seq_len:,} tokens\n"
            f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
     ids = training[next(iter(loader.sampler))]["input_ids"]
@@ -1145,6 +1160,78 @@ if __name__ == "__main__":
     memory_gib("with the model")
 
 # %% [markdown]
+# ## GPT-2 as a pipeline
+# For a model that one device cannot train: each stage holds a share of the blocks, and micro-batches
+# follow each other through the stages. While a pipeline fills and drains, a stage idles, for
+# (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are the accumulation: of
+# 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines, which share the data.
+# Evaluation, samples and export gather the weights on every device, without optimizer states.
+#
+# DeepSpeed refuses ZeRO-2 and 3 here, and at ZeRO-0 clips by the norm of the first stage alone.
+#
+# Trap: the embedding is the output matrix as well. First and last stage each have a copy, and if
+# these are not declared tied, so that their gradients are added, they drift apart without a word.
+
+# %%
+class Positions(torch.nn.Module):
+    """GPT-2's position embedding as a layer of its own: it adds itself to `(B, T, C)`."""
+
+    def __init__(self, wpe):
+        super().__init__()
+        self.wpe = wpe
+
+    def forward(self, tokens):
+        return tokens + self.wpe.weight[:tokens.shape[1]]
+
+
+@torch.no_grad()  # the copies of the embedding are broadcast, which autograd need not know
+def build_pipeline(model, stages):
+    """`model` as a pipeline, of which this process keeps the layers of its stage, as they are."""
+    body, config, loss = model.transformer, model.config, model.loss_function
+    if stages > config.n_layer:
+        raise UserError(f"--pipeline_stages {stages}: a stage takes at least one block, and the"
+                        f" model has {config.n_layer}: lower it")
+    tied = [TiedLayerSpec("wte", torch.nn.Embedding, forward_fn=forward) for forward in (
+        None, lambda wte, hidden: torch.nn.functional.linear(hidden, wte.weight))]
+    for spec in tied:
+        spec.build = lambda: body.wte  # which is there already
+    head = tied[1] if config.tie_word_embeddings else model.lm_head
+    with contextlib.redirect_stdout(None):  # it prints its layers
+        # By blocks: by parameters, a stage may get the embedding alone, which has no vectors and so
+        # one optimizer group less, and wait for ever for the norm of that of the others.
+        pipeline = PipelineModule(
+            [tied[0], Positions(body.wpe), *body.h, body.ln_f, head], stages,
+            loss_fn=lambda logits, labels: loss(logits, labels, config.vocab_size),
+            partition_method="type:GPT2Block")
+    pipeline._layer_specs.clear()  # they would keep the other stages' layers in memory
+    own = {p for p in pipeline.parameters() if not p.ds_pipe_replicated}
+    pipeline.shards = {name: p for name, p in model.named_parameters() if p in own}
+    pipeline.config = config
+    return pipeline
+
+
+@torch.no_grad()
+def whole_model(engine):
+    """The engine's model; of a pipeline, a copy gathered on every rank. Called by all ranks."""
+    if not engine.pipeline_parallelism:
+        return engine.module
+    with torch.device(engine.device):
+        model = AutoModelForCausalLM.from_config(
+            engine.module.config, attn_implementation="sdpa", dtype=engine.get_data_types()[0])
+    install_chunked_causal_lm_loss(model)
+    for name, parameter in model.named_parameters():  # one stage has it, the others add 0
+        parameter.copy_(engine.module.shards.get(name, torch.zeros(())))
+        dist.all_reduce(parameter, group=engine.grid.get_pipe_parallel_group())
+    return model.eval()
+
+# %%
+if __name__ == "__main__":
+    if settings.pipeline_stages > 1:
+        model = build_pipeline(model, settings.pipeline_stages)
+        print0(f"{data_ranks} pipeline(s) of {settings.pipeline_stages} stages, of"
+               f" {' + '.join(map(str, np.diff(model.parts)))} layers")
+
+# %% [markdown]
 # ## The engine
 # `deepspeed.initialize` wraps model, optimizer and schedule. What only the script knows is filled
 # in: the number of updates, and buckets that suit the size of the model.
@@ -1180,6 +1267,8 @@ def language_model_loss(engine, input_ids):
 
 def train_step(engine, micro_batches):
     """One update from a list of `{"input_ids": (B, T)}`. Returns the mean loss, a tensor `()`."""
+    if engine.pipeline_parallelism:  # forward, backward and step of all micro-batches, interleaved
+        return engine.train_batch((batch["input_ids"],) * 2 for batch in micro_batches)
     total = 0.0
     for batch in micro_batches:
         input_ids = batch["input_ids"].to(engine.device, non_blocking=True)
@@ -1205,12 +1294,13 @@ def evaluate(engine, dataset, batch_size, bytes_per_token=None):
     Raises `Fault` if the loss is not finite.
     """
     engine.eval()
+    model = whole_model(engine) if engine.pipeline_parallelism else engine
     ranks, total = dist.get_world_size(), torch.zeros(2, device=engine.device)
     mine = range(dist.get_rank(), len(dataset), ranks)
     for start in range(0, math.ceil(len(dataset) / ranks), batch_size):
         indices = mine[start:start + batch_size]
         input_ids = torch.stack([dataset[index]["input_ids"] for index in indices or [0]])
-        loss = language_model_loss(engine, input_ids.to(engine.device)).float()
+        loss = language_model_loss(model, input_ids.to(engine.device)).float()
         total += torch.stack([loss * len(indices), torch.full_like(loss, len(indices))])
     dist.all_reduce(total)
     engine.train()
@@ -1275,7 +1365,7 @@ def save_checkpoint(engine, settings, run, history):
         raise fault(error) from error
     dist.barrier()
     note = {"run": run, "samples_per_update": engine.train_batch_size(),
-            "history": copy.deepcopy(history), "ranks": dist.get_world_size(),
+            "history": copy.deepcopy(history), "ranks": engine.dp_world_size,
             "zero_stage": engine.zero_optimization_stage()}
     seconds = time.perf_counter() - began
 
@@ -1358,13 +1448,14 @@ def load_checkpoint(engine, checkpoint, note):
 def export_model(engine, tokenizer, folder):
     """Write model and tokenizer to `folder`, for `from_pretrained`. Called by all ranks."""
     state, part = {}, Path(f"{folder}.part")  # renamed at the end, so a folder is always whole
-    for name, parameter in engine.module.named_parameters():
+    model = whole_model(engine)
+    for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             if dist.get_rank() == 0:
                 state[name] = parameter.detach().cpu().clone()
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
-        engine.module.save_pretrained(part, state_dict=state)
+        model.save_pretrained(part, state_dict=state)
         if tokenizer:
             tokenizer.save_pretrained(part)
         shutil.rmtree(folder, ignore_errors=True)
@@ -1539,7 +1630,7 @@ def plot_loss(history, path, floor=None):
 @torch.no_grad()
 def generate(engine, prompt, max_new_tokens, vocabulary, seed):
     """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest."""
-    model = engine.module.eval()
+    model = whole_model(engine).eval()
     torch.manual_seed(seed)
     prompt = prompt[None].to(engine.device)
     length = min(prompt.shape[1] + max_new_tokens, model.config.n_positions)

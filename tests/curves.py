@@ -30,17 +30,24 @@ def curve(folder, updates=12, json_changes=(), **settings):
     ds_config = gpt2.load_ds_config(settings)
     config, tokenizer = gpt2.gpt2_config(settings)
     training, held_out = gpt2.build_datasets(settings, 64, config.vocab_size, tokenizer)
-    loader = gpt2.build_dataloader(training, settings.micro_batch, settings.grad_accum, ranks, rank, 1)
-    engine = gpt2.build_engine(gpt2.build_model(config, settings, ds_config), ds_config, updates)
-    losses = []
+    data_ranks = ranks // settings.pipeline_stages
+    loader = gpt2.build_dataloader(
+        training, settings.micro_batch, settings.grad_accum, data_ranks, rank % data_ranks, 1)
+    model = gpt2.build_model(config, settings, ds_config)
+    if settings.pipeline_stages > 1:
+        model = gpt2.build_pipeline(model, settings.pipeline_stages)
+    engine = gpt2.build_engine(model, ds_config, updates)
+    losses, norms = [], []
     for _, batches in gpt2.updates(loader, settings.grad_accum, 0, updates):
         loss = gpt2.train_step(engine, batches)
         gpt2.dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
+        norms.append(float(engine.get_global_grad_norm() or 0))  # 0: not told
     losses.append(gpt2.evaluate(engine, held_out, settings.micro_batch)["loss"])
     ids = gpt2.generate(engine, held_out[0]["input_ids"][:8], 8, 1024, seed=1)
     engine.destroy()
-    return {"losses": losses, "sample": ids.tolist()}
+    gpt2.deepspeed.utils.groups.mpu = None  # of a pipeline, or the next engine would take it for its own
+    return {"losses": losses, "norms": norms, "sample": ids.tolist()}
 
 
 if __name__ == "__main__":
