@@ -16,6 +16,8 @@ Read it top to bottom, run it top to bottom, or copy from it: every cell is one 
     python train_gpt2_deepspeed.py --max_steps 20         one process, no launcher
     deepspeed train_gpt2_deepspeed.py --data 'books/*.txt' --model 355M --zero_stage 2 --dtype bf16
     deepspeed --hostfile hosts train_gpt2_deepspeed.py    many hosts
+    python train_gpt2_deepspeed.py --plan --model 774M    what memory that takes, and what would help
+    python train_gpt2_deepspeed.py --compare              what each tactic costs, measured here
 
 In Colab or Jupyter, run the cells. A run trains for two epochs and leaves checkpoints, TensorBoard
 files, a loss curve and a model for `from_pretrained` in `runs/gpt2/`.
@@ -299,6 +301,7 @@ if __name__ == "__main__":
 #   skipped), doubled after `loss_scale_window` clean updates.
 # - `bf16`: better from Ampere on. It has the range of fp32, so there is no loss to scale.
 # - `zero_optimization`: `stage` 1 shards optimizer states, 2 gradients too, 3 parameters too.
+# - `timers`: without `throughput`, DeepSpeed does not wait for the GPU at every micro-batch.
 # - `tensorboard`, `wandb`, `csv_monitor`: monitors. DeepSpeed gives them learning rate and loss
 #   scale, but not the loss: that is for the script to write.
 #
