@@ -184,6 +184,7 @@ class Settings:
         missing = [name for name in self.data if not find_files([name]) and
                    (find_files(self.data) or Path(name).suffix in FORMATS)]
         kinds = {FORMATS.get(Path(path).suffix, "text") for path in find_files(self.data)}
+        is_text = self.data != ["synthetic"]
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         for name, good, rule in (
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
@@ -197,6 +198,8 @@ class Settings:
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
                 ("pipeline_stages", ranks % self.pipeline_stages == 0,
                  f"does not divide the {ranks} process(es): start a multiple of it"),
+                ("tokenizer", is_text or not self.tokenizer, "synthetic data are ids; give --data"),
+                ("prompt", is_text or not self.prompt, "synthetic data are ids; give --data"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),

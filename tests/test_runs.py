@@ -191,7 +191,8 @@ def test_only_the_newest_checkpoints_stay(train, tmp_path):
 @pytest.mark.parametrize("flags, says", [
     (["--zero_stag", "2"], "did you mean --zero_stage?"), (["--data", "none.txt"], "--data none.txt"),
     (["--num_samples", "20"], "one update takes"), (["--deepspeed_config", "none.json"], "none.json"),
-    (["--resume", "nowhere"], "--resume nowhere"), (["--output_dir", "a_file/x"], "output_dir")])
+    (["--resume", "nowhere"], "--resume nowhere"), (["--prompt", "Once"], "synthetic data are ids"),
+     (["--output_dir", "a_file/x"], "output_dir")])
 def test_bad_input(train, tmp_path, ranks, flags, says):
     """Exit status 2, one line, no traceback, and nothing written; the same on one rank and on two."""
     (tmp_path / "a_file").touch()
