@@ -1118,9 +1118,13 @@ def build_model(config, settings, ds_config):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         init_weights(model, settings.seed)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32,
-            use_safetensors=True)  # a pickle could run code
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32,
+                use_safetensors=True)  # a pickle could run code
+        except Exception as error:  # of many types, and all about the files
+            raise UserError(f"--model {settings.model}: cannot be read ({str(error)[:200]}); it"
+                            " takes a config.json and whole .safetensors files") from error
     model.sharding = sharding  # transformers refers to it weakly, and asks again to generate
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -202,6 +202,23 @@ def test_models_that_cannot_be_trained(gpt2, tmp_path, refused):
     assert "byte needs no download" in refused(gpt2.load_tokenizer, "no-such-tokenizer")
 
 
+def test_nothing_from_a_model_folder_runs(train, tmp_path):
+    """A pickle of weights and a class of the folder's own: refused, or passed over; neither is executed."""
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')\nclass Own: pass\n")
+    config = {"model_type": "gpt2", "n_positions": 128, "vocab_size": 1024, "n_layer": 1, "n_embd": 64, "n_head": 2,
+              "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "pickle ran"), "w")
+
+    torch.save({"transformer.wte.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    result = train(model=str(tmp_path), output_dir="out")
+    assert result.rc == 2 and len(result.errors) == 1 and ".safetensors" in result.errors[0], result.err[-2000:]
+    assert not list(tmp_path.glob("* ran"))
+
+
 def test_weight_decay_is_for_matrices(gpt2):
     config, _ = gpt2.gpt2_config(gpt2.Settings(model="nano"))
     model = gpt2.transformers.GPT2LMHeadModel(config)

@@ -1,5 +1,10 @@
 """The file as a notebook, in a real kernel: as jupytext makes it, in one cell, twice, and under %run."""
 
+import os
+import signal
+import threading
+import time
+
 import jupytext
 import nbclient
 import nbformat
@@ -60,6 +65,28 @@ def test_under_run(checkout):
     code = "%run train_gpt2_deepspeed.py --max_steps 6 --num_samples 256 --log_every 2"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     check(execute(notebook, checkout), checkout)
+
+
+def test_interrupting_the_training_cell_saves(checkout):
+    """What the stop button of a notebook sends: the update is finished and saved, and the kernel lives on."""
+    long = source().replace(SMALL, "settings = Settings(max_steps=5000, num_samples=256, log_every=1)")
+    notebook = jupytext.reads(long, fmt="py:percent")
+    notebook.cells = notebook.cells[2:]
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(checkout)}})
+
+    def interrupt():
+        training = next(cell for cell in notebook.cells if "stop = train(" in cell.source)
+        while not any("step    3/5000" in str(output) for output in training.get("outputs", [])):
+            time.sleep(0.1)
+        os.kill(client.km.provisioner.pid, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="SystemExit") as stop:
+        client.execute()
+    assert stop.value.evalue == "130"
+    printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
+    assert "stopped by SIGINT and saved; --resume auto continues" in printed
+    assert (checkout / "runs/gpt2/checkpoints/latest").is_file() and "written to" not in printed
 
 
 def test_an_error_stops_the_notebook_with_its_line(checkout):

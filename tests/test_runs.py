@@ -142,10 +142,11 @@ def test_real_text_is_learned(train, text, tmp_path):
     assert written.startswith("The value of") and len(written) > 30
 
 
-@pytest.mark.parametrize("stage, ranks", [(0, 1), (1, 2), (2, 2), (3, 2)])
-def test_export_is_what_was_trained(train, gpt2, tmp_path, stage, ranks):
+@pytest.mark.parametrize("stage, ranks, offload", [
+    (0, 1, "none"), (1, 2, "optimizer"), (2, 2, "none"), (3, 2, "none"), (3, 2, "all")])
+def test_export_is_what_was_trained(train, gpt2, tmp_path, stage, ranks, offload):
     """The exported model has the loss of the engine on the held-out samples, in plain transformers."""
-    result = train(zero_stage=stage, ranks=ranks, deepspeed_config=None).ok()
+    result = train(zero_stage=stage, ranks=ranks, offload=offload).ok()
     reported = float(result.out.split("held out, after: loss ")[1].split(",")[0])
     model = gpt2.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/gpt2/model").eval()
     assert model.lm_head.weight is model.transformer.wte.weight and model.config.use_cache
