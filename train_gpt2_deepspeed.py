@@ -185,10 +185,11 @@ class Settings:
                    (find_files(self.data) or Path(name).suffix in FORMATS)]
         kinds = {FORMATS.get(Path(path).suffix, "text") for path in find_files(self.data)}
         is_text = self.data != ["synthetic"]
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        ranks = self.plan_gpus or int(os.environ.get("WORLD_SIZE", 1))
         for name, good, rule in (
                 ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
+                ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
                 ("memory_limit", self.memory_limit is None or 0 < self.memory_limit < math.inf,
                  "must be a positive number"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
@@ -765,21 +766,27 @@ def print_plan(config, settings, ds_config, ranks, local_ranks):
         return bisect.bisect_left(range(1, 2**16), True, key=too_large)
 
     device, host, checkpoint = reckon()
-    for place, parts, count, most in (("device", device, 1, total), ("host", host, local_ranks, free)):
-        size = sum(parts.values()) * count
-        print0(f"plan: {place} {size:.2f} GiB of {most:.1f} ({count} process(es)): "
+    for place, parts, count, most in ((f"device, each of {ranks}", device, 1, total),
+                                      (f"host, for {local_ranks}", host, local_ranks, free)):
+        limit = f" of {most:.1f}" if most < math.inf else ""
+        print0(f"plan: {sum(parts.values()) * count:.2f}{limit} GiB of {place} process(es): "
                + ", ".join(f"{part} {size:.2f}" for part, size in parts.items() if size > 0.005))
     largest, micro_batch = largest_micro_batch(), ds_config["train_micro_batch_size_per_gpu"]
     print0(f"plan: a checkpoint takes {checkpoint:.2f} GiB, and {settings.keep_checkpoints} stay;"
            f" the largest micro-batch that fits is {largest}")
     if largest < micro_batch:
-        save, zero3 = {"gradient_checkpointing": True}, {"zero_stage": 3, "offload": "all"}
-        offload = {"zero_stage": 2, "offload": "optimizer"}
-        advice = "no tactic helps: a smaller --model, or more GPUs"
-        for tactic in ({}, save, {"zero_stage": 2}, {"zero_stage": 3}, save | {"zero_stage": 3},
-                       offload, offload | save, zero3, zero3 | save):
-            if size := min(micro_batch, largest_micro_batch(**tactic)):
-                tactic = tactic | {"micro_batch": size}
+        samples = micro_batch * ds_config["gradient_accumulation_steps"]
+        save, offload = {"gradient_checkpointing": True}, {"offload": "optimizer"}
+        zero = [{"zero_stage": stage} for stage in range(4)]
+        everything = zero[3] | {"offload": "all"}
+        advice = "no tactic helps: a smaller --model or --seq_len, or more GPUs"
+        for tactic in ({}, save, zero[2], zero[3], zero[3] | save, zero[1] | offload,
+                       zero[1] | offload | save, zero[2] | offload, zero[2] | offload | save,
+                       everything, everything | save):  # roughly in the order of their cost in time
+            largest = min(micro_batch, largest_micro_batch(**tactic))
+            if largest:
+                size = max(n for n in range(1, largest + 1) if samples % n == 0)
+                tactic = tactic | {"micro_batch": size, "grad_accum": samples // size}
                 advice = "the cheapest tactic that should: " + " ".join(
                     f"--{name} {value}".removesuffix(" True") for name, value in tactic.items())
                 break
@@ -820,8 +827,8 @@ def measure(script, flags, ranks, updates=5):
     try:
         for line in process.stdout:
             tail = [*tail[-40:], line.strip()]
-            if planned := re.match(r"plan: (device|host) (\S+) GiB", line):
-                row[f"{planned[1]} planned"] = float(planned[2])
+            if planned := re.match(r"plan: (\S+) .*GiB of (device|host),", line):
+                row[f"{planned[2]} planned"] = float(planned[1])
             if found := LOG_LINE.search(line):
                 speeds.append(float(found[3].replace(",", "")))
                 row |= {"loss": float(found[2]), "device": max(row.get("device", 0), float(found[4]))}
@@ -834,7 +841,8 @@ def measure(script, flags, ranks, updates=5):
                     return row | {"host": sum(peaks) / 2**20, "failed": None,
                                   "tokens/s": float(np.median(speeds[2:]))}
         reasons = [line for line in tail if "rror:" in line or "return code = -9" in line]
-        reason = next((line for line in reasons if "memory" in line), (reasons or tail or "?")[0])
+        reason = next((line for line in reasons if "memory" in line),
+                      (reasons or tail[-1:] or ["no output"])[0])
         return row | {"failed": "out of GPU memory" if "CUDA out of memory" in reason else
                                 "out of host memory" if "code = -9" in reason else reason[:120]}
     finally:
@@ -848,13 +856,18 @@ def compare(settings, ranks):
     script = Path(globals().get("__file__", "train_gpt2_deepspeed.py")).absolute()
     if not script.is_file():
         raise UserError(f"--compare: starts {script}, which is not there; run it beside the file")
-    ours = {"compare", "output_dir", "resume", "log_every", "max_steps", "stop_after", "save_every"}
+    ours = {"compare", "plan", "plan_gpus", "output_dir", "resume", "log_every", "max_steps",
+            "stop_after", "save_every"}
     given = {f.name: value for f in dataclasses.fields(settings) if f.name not in ours
              and (value := getattr(settings, f.name)) not in (f.default, ["synthetic"])}
     rows, folder = {}, Path(settings.output_dir, "compare")
     commands = {}
     for name in settings.compare or USUAL:
-        chosen = given | dict(part.partition("=")[::2] for part in name.split())
+        parts = [part.partition("=") for part in name.split()]
+        if not all(key and value and key not in ours for key, _, value in parts):
+            raise UserError(f"--compare {name!r}: takes NAME=VALUE of settings, without spaces in a"
+                            f" value, and none of {', '.join(sorted(ours))}")
+        chosen = given | {key: value for key, _, value in parts}
         flags = [text for key, value in chosen.items() for text in
                  (f"--{key}", *map(str, value if isinstance(value, list) else [value]))]
         commands[name or "as set"] = flags
@@ -867,6 +880,8 @@ def compare(settings, ranks):
                                           "--max_steps", "1000"], ranks)
             write_comparison(rows, folder)
     print0((folder / "compare.md").read_text())
+    if all(row["failed"] for row in rows.values()):
+        raise Fault("--compare: no setting got to an update")
 
 
 def write_comparison(rows, folder):
@@ -966,6 +981,8 @@ def find_checkpoint(settings):
     if not auto and not found[0][0]:
         raise UserError(f"--resume {settings.resume}: no whole checkpoint there")
     print0(f"resume: {settings.resume}, {found[0][0] or 'starting fresh'}")
+    if settings.resume == "never" and checkpoint_notes(root):
+        print0(f"resume: the checkpoints of an earlier run in {root} will give way to new ones")
     return found[0]
 
 

@@ -94,7 +94,7 @@ def test_model_states_agree_with_deepspeeds_estimators(gpt2, ranks):
 def test_the_command_plans_in_seconds_and_writes_nothing(train, tmp_path):
     result = train("--plan", "--plan_gpus", 4, model="1.5B", zero_stage=2, num_samples=None, max_steps=None,
                    memory_limit=15).ok()
-    assert re.search(r"plan: device \d+\.\d\d GiB of 15.0", result.out) and "training samples" not in result.out
+    assert re.search(r"plan: \d+\.\d\d of 15.0 GiB of device, each of 4", result.out) and "training samples" not in result.out
     assert re.search(r"plan: it does NOT fit; the cheapest tactic that should: --[\w ]+", result.out)
     assert not (tmp_path / "runs").exists()
     advised = result.out.split("that should: ")[1].split("\n")[0].split()
@@ -112,7 +112,7 @@ def test_plans_of_all_presets_and_of_a_folder(train, tmp_path):
 
 def test_a_run_makes_the_plan_first(train):
     out = train().ok().out
-    planned = float(re.search(r"plan: device (\S+) GiB", out)[1])
+    planned = float(re.search(r"plan: (\S+) of \S+ GiB of device", out)[1])
     peak = max(float(line[12]) for line in LINE.findall(out))
     assert planned == pytest.approx(peak, rel=0.25)  # of resident memory, which has all libraries in it
 
@@ -135,9 +135,30 @@ def test_comparison(train, tmp_path):
     assert not (tmp_path / "runs/gpt2/checkpoints").exists()
 
 
-def test_a_comparison_refuses_wrong_names_at_once(train, tmp_path):
-    result = train("--compare", "zero_stage=1", "zero_stag=2")
-    assert result.rc == 2 and "did you mean --zero_stage?" in result.errors[0] and not (tmp_path / "runs/gpt2/compare").exists()
+@pytest.mark.parametrize("name, says", [
+    ("zero_stag=2", "did you mean --zero_stage?"), ("zero_stage=2 offload", "takes NAME=VALUE"),
+    ("zero_stage = 2", "takes NAME=VALUE"), ("max_steps=3", "and none of compare"), ("compare=lr=1", "and none of compare")])
+def test_a_comparison_refuses_wrong_names_at_once(train, tmp_path, name, says):
+    result = train("--compare", "zero_stage=1", name)
+    assert result.rc == 2 and says in result.errors[0] and len(result.errors) == 1
+    assert not (tmp_path / "runs/gpt2/compare").exists()
+
+
+def test_a_comparison_in_which_all_fails_is_a_fault(train):
+    result = train("--compare", "zero_stage=0 offload=optimizer")
+    assert result.rc == 1 and "no setting got to an update" in result.errors[-1] and "ZeRO stage 1 or more" in result.out
+
+
+def test_settings_of_a_plan_want_a_plan(train):
+    assert "add --plan" in train(plan_gpus=2).errors[0]
+    planned = train("--plan", plan_gpus=2, pipeline_stages=2, model="355M").ok()
+    assert "plan: none for a pipeline" in planned.out
+
+
+def test_the_advice_keeps_the_samples_of_an_update(train):
+    result = train("--plan", plan_gpus=1, memory_limit=15, model="774M", micro_batch=8, grad_accum=4).ok()
+    micro_batch, accumulation = re.search(r"--micro_batch (\d+) --grad_accum (\d+)", result.out).groups()
+    assert int(micro_batch) * int(accumulation) == 32
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -181,7 +181,8 @@ def test_only_the_newest_checkpoints_stay(train, tmp_path):
     folder = tmp_path / "runs/gpt2/checkpoints"
     assert sorted(path.name for path in folder.glob("global_step*")) == [f"global_step{n}" for n in (4, 5, 6)]
     assert (folder / "latest").read_text() == "global_step6"
-    train(max_steps=6, stop_after=4, keep_checkpoints=1).ok()  # a fresh run into the same folder
+    fresh = train(max_steps=6, stop_after=4, keep_checkpoints=1).ok()  # a fresh run into the same folder
+    assert "the checkpoints of an earlier run in runs/gpt2/checkpoints will give way" in fresh.out
     assert [path.name for path in folder.glob("global_step*")] == ["global_step4"]
     assert "continuing after update 4" in train(max_steps=6, resume="auto").ok().out
 
