@@ -50,7 +50,8 @@ PARAMETERS = {"124M": 124_475_904, "355M": 354_871_296, "774M": 774_090_240, "1.
 def plan(gpt2, row, ranks=1, bucket=None, **options):
     model, stage, offload, checkpointing, micro_batch, accumulation = row
     settings = gpt2.Settings(model=model, zero_stage=stage, offload=offload, gradient_checkpointing=checkpointing,
-                             micro_batch=micro_batch, grad_accum=accumulation, plan_gpus=ranks, **options)
+                             micro_batch=micro_batch, grad_accum=accumulation, plan=True,
+                             plan_gpus=ranks, **options)
     ds_config = json.loads((gpt2.Path(gpt2.__file__).parent / "ds_config.json").read_text())
     gpt2.apply_settings(ds_config, settings)
     if bucket:
