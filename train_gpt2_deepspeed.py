@@ -777,7 +777,7 @@ def print_plan(config, settings, ds_config, ranks, local_ranks):
     if largest < micro_batch:
         samples = micro_batch * ds_config["gradient_accumulation_steps"]
         save, offload = {"gradient_checkpointing": True}, {"offload": "optimizer"}
-        zero = [{"zero_stage": stage} for stage in range(4)]
+        zero = [{"zero_stage": stage, "offload": "none"} for stage in range(4)]
         everything = zero[3] | {"offload": "all"}
         advice = "no tactic helps: a smaller --model or --seq_len, or more GPUs"
         for tactic in ({}, save, zero[2], zero[3], zero[3] | save, zero[1] | offload,
@@ -788,7 +788,8 @@ def print_plan(config, settings, ds_config, ranks, local_ranks):
                 size = max(n for n in range(1, largest + 1) if samples % n == 0)
                 tactic = tactic | {"micro_batch": size, "grad_accum": samples // size}
                 advice = "the cheapest tactic that should: " + " ".join(
-                    f"--{name} {value}".removesuffix(" True") for name, value in tactic.items())
+                    f"--{name} {value}".removesuffix(" True") for name, value in tactic.items()
+                    if value != "none")
                 break
         print0(f"plan: it does NOT fit; {advice}")
 
@@ -851,7 +852,7 @@ def measure(script, flags, ranks, updates=5):
         process.wait()
 
 
-def compare(settings, ranks):
+def compare(settings, ds_config, ranks):
     """Measure `settings.compare` and write `compare/compare.{json,md,png}`. Called by rank 0."""
     script = Path(globals().get("__file__", "train_gpt2_deepspeed.py")).absolute()
     if not script.is_file():
@@ -860,9 +861,11 @@ def compare(settings, ranks):
             "stop_after", "save_every"}
     given = {f.name: value for f in dataclasses.fields(settings) if f.name not in ours
              and (value := getattr(settings, f.name)) not in (f.default, ["synthetic"])}
-    rows, folder = {}, Path(settings.output_dir, "compare")
-    commands = {}
-    for name in settings.compare or USUAL:
+    rows, commands, folder = {}, {}, Path(settings.output_dir, "compare")
+    half, odd = divmod(ds_config["train_micro_batch_size_per_gpu"], 2)
+    accumulation = ds_config["gradient_accumulation_steps"]
+    same_samples = () if odd else (f"micro_batch={half} grad_accum={accumulation * 2}",)
+    for name in settings.compare or USUAL + same_samples:
         parts = [part.partition("=") for part in name.split()]
         if not all(key and value and key not in ours for key, _, value in parts):
             raise UserError(f"--compare {name!r}: takes NAME=VALUE of settings, without spaces in a"
@@ -923,7 +926,7 @@ if __name__ == "__main__":
         dist.destroy_process_group()
         try:
             if rank == 0:
-                compare(settings, ranks)
+                compare(settings, ds_config, ranks)
         except KeyboardInterrupt:  # the rows that are done are written
             sys.exit(130)
         sys.exit()

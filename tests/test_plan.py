@@ -104,6 +104,12 @@ def test_the_command_plans_in_seconds_and_writes_nothing(train, tmp_path):
     assert "NOT fit" not in better.ok().out
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_advice_where_offloading_is_on_already(train, offload):
+    result = train("--plan", plan_gpus=1, memory_limit=1.2, model="774M", zero_stage=3, offload=offload).ok()
+    assert "does NOT fit; no tactic helps" in result.out or "--offload all" in result.out
+
+
 def test_plans_of_all_presets_and_of_a_folder(train, tmp_path):
     train().ok()
     for model in ("nano", "124M", "355M", "774M", "1.5B", "runs/gpt2/model"):
