@@ -40,6 +40,7 @@ import dataclasses
 import datetime
 import difflib
 import fcntl
+import functools
 import glob
 import importlib.util
 import inspect
@@ -239,7 +240,8 @@ if __name__ == "__main__":
 # ## Processes and devices
 # A launcher starts one process per GPU and tells each its place in five environment variables.
 # Without one, as in a notebook, DeepSpeed would look for MPI and fail on a missing `mpi4py`: what
-# is missing gets the values of a single process and a free port. What is set is left alone.
+# is missing gets the values of a single process and a free port. What is set is left alone. SLURM's
+# `srun` sets variables of its own, which say the same.
 #
 # Trap: on a CPU, DeepSpeed compiles a shared-memory collective here (a minute, and a crash without
 # a compiler). Declared incompatible, it gives way to gloo.
@@ -261,6 +263,13 @@ def init_distributed():
     """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
     single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": free_port()}
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # srun itself, without a launcher
+        slurm = {name[6:]: value for name, value in os.environ.items() if name[:6] == "SLURM_"}
+        first = re.match(r"([^\[,]+)(?:\[(\w+))?", slurm["STEP_NODELIST"])  # gpu[03-07,11],big1
+        single = {"RANK": slurm["PROCID"], "LOCAL_RANK": slurm["LOCALID"],
+                  "WORLD_SIZE": slurm["STEP_NUM_TASKS"], "MASTER_ADDR": "".join(first.groups("")),
+                  "MASTER_PORT": 20000 + int(slurm["JOB_ID"]) % 10000,
+                  "LOCAL_WORLD_SIZE": re.match(r"\d+", slurm["STEP_TASKS_PER_NODE"])[0]}
     for name, value in single.items():
         os.environ.setdefault(name, str(value))
     deepspeed.utils.logger.setLevel("ERROR")  # the rest buries the run's own lines
@@ -384,8 +393,17 @@ def complete_schedule(config, total_updates):
             print0(f"warmup: shortened to {params['warmup_num_steps']} of the {total} updates")
 
 
+def gradient_norm(group, gradients, parameters):
+    """Norm `()` of all ranks' shards: a few kernels, where ZeRO-1 and 2 start two per parameter."""
+    shard = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+    norms = torch._foreach_norm(shard, dtype=torch.float32)  # in 16 bits it would overflow
+    total = torch.stack([*norms, gradients[0].new_zeros((), dtype=torch.float32)]).square().sum()
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
 def start_engine(model, parameters, config):
-    """`deepspeed.initialize`, and three things that it leaves to be done. Returns the engine."""
+    """`deepspeed.initialize`, and some things that it leaves to be done. Returns the engine."""
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.step()  # it lags by one call: the first update would run at rate 0
@@ -396,6 +414,9 @@ def start_engine(model, parameters, config):
         # ZeRO looks for inf and NaN twice: in each gradient, with hundreds of small kernels, and in
         # their global norm, where it finds the same, on all ranks at once. The norm is enough.
         engine.optimizer.check_overflow = lambda partition_gradients=True: None
+        if engine.zero_optimization_stage() < 3 and not engine.pipeline_parallelism:
+            engine.optimizer.get_grad_norm_direct = functools.partial(
+                gradient_norm, engine.optimizer.dp_process_group)
     return engine
 
 

@@ -54,6 +54,38 @@ def test_variables_that_are_set_are_left_alone(train):
     assert "step" not in process.communicate()[0]
 
 
+def test_srun_without_a_launcher(tmp_path):
+    """The variables of two SLURM tasks on this host: the processes find each other, without mpi4py."""
+    assert importlib.util.find_spec("mpi4py") is None
+    common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_ID": "0",
+              "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid())}
+    processes = [subprocess.Popen(
+        [sys.executable, SCRIPT, "--max_steps", "4", "--num_samples", "256", "--log_every", "1"], cwd=tmp_path,
+        env=clean_environment() | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(2)]
+    out, other = (process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], out + other
+    assert "2 process(es) on cpu" in out and "x 2 (processes) = 64 samples" in out and "| step 4/4 |" in out
+    assert "step" not in other  # rank 0 alone speaks
+
+
+def test_names_of_slurm_hosts(gpt2, monkeypatch):
+    """The first host of a list, short or long, is where the processes meet; a batch script alone is one process."""
+    met = {}
+    monkeypatch.setattr(gpt2.deepspeed, "init_distributed", lambda **_: met.update(os.environ))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    for nodes, first in (("gpu[03-07,11],big1", "gpu03"), ("n1,n2", "n1"), ("node-a", "node-a"), ("c1-[1,4]", "c1-1")):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "")  # so that it is as before afterwards
+            monkeypatch.delenv(name)
+        for name, value in {"STEP_NUM_TASKS": "8", "STEP_NODELIST": nodes, "PROCID": "5", "LOCALID": "1", "JOB_ID": "77",
+                            "STEP_TASKS_PER_NODE": "4(x2)"}.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        gpt2.init_distributed()
+        assert (met["MASTER_ADDR"], met["MASTER_PORT"], met["RANK"], met["LOCAL_RANK"], met["WORLD_SIZE"],
+                met["LOCAL_WORLD_SIZE"]) == (first, "20077", "5", "1", "8", "4")
+
+
 def test_a_taken_port_is_named(train):
     import socket
 
