@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,8 +69,11 @@ def launch(*command, cwd, env=None, timeout=600):
 
 
 def launcher(ranks=1, kind="python"):
-    """The command that starts the script on so many ranks."""
-    return {"python": [sys.executable], "deepspeed": ["deepspeed", "--num_gpus", ranks],
+    """The command that starts the script on so many ranks, at a port of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"python": [sys.executable], "deepspeed": ["deepspeed", "--num_gpus", ranks, "--master_port", port],
             "torchrun": ["torchrun", "--standalone", "--nproc_per_node", ranks]}[kind]
 
 
