@@ -1750,5 +1750,6 @@ if __name__ == "__main__":
     written = sorted(path.name for path in output_dir.glob("[!.]*"))
     print0(f"written to {output_dir}: {', '.join(written)}")
     dist.barrier()  # no rank leaves while rank 0 writes
+    unset_hf_deepspeed_config()  # else, after ZeRO-3, a kernel would shard every model it loads
     if "ipykernel" not in sys.modules:  # where a cell may run again
         dist.destroy_process_group()

@@ -100,6 +100,7 @@ def one_nan_skips_the_update(gpt2, tmp_path, dtype, stage):
     gpt2.train_step(engine, [{"input_ids": ids}] * 2)
     assert engine.skipped_steps == skipped + 1 and all(v.isfinite().all() for v in weights().values())
     engine.destroy()
+    gpt2.unset_hf_deepspeed_config()  # later models of this process are ordinary ones
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
