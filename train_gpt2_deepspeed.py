@@ -16,7 +16,7 @@ Read it top to bottom, run it top to bottom, or copy from it: every cell is one 
     python train_gpt2_deepspeed.py --max_steps 20         one process, no launcher
     deepspeed train_gpt2_deepspeed.py --data 'books/*.txt' --model 355M --zero_stage 2 --dtype bf16
     deepspeed --hostfile hosts train_gpt2_deepspeed.py    many hosts
-    python train_gpt2_deepspeed.py --plan --model 774M    what memory that takes, and what would help
+    python train_gpt2_deepspeed.py --plan --model 774M    what memory that takes, and what helps
     python train_gpt2_deepspeed.py --compare              what each tactic costs, measured here
 
 In Colab or Jupyter, run the cells. A run trains for two epochs and leaves checkpoints, TensorBoard
@@ -170,7 +170,7 @@ class Settings:
     memory_limit: float | None = option(None, "GiB of the GPU's memory that may be used (all)")
     # instead of training
     plan: bool = option(False, "say what memory the run would take, and stop")
-    plan_gpus: int | None = option(None, "plan for so many GPUs, here or not (as many as there are)")
+    plan_gpus: int | None = option(None, "plan for so many GPUs, here or not (those here)")
     compare: list[str] | None = option(None, "measure tactics, the usual or those that are named:"
                                              " 'zero_stage=2 offload=optimizer' 'dtype=bf16'")
 
@@ -195,7 +195,8 @@ class Settings:
                  "must be a positive number"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
                 ("offload", offload in ("none", "optimizer", "all")
-                 or offload[:5] == "nvme:" != offload, "must be none, optimizer, all or nvme:FOLDER"),
+                 or offload[:5] == "nvme:" != offload,
+                 "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
                 ("pipeline_stages", ranks % self.pipeline_stages == 0,
@@ -749,7 +750,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     host = {"process": 2.1 if on_gpu else 0.45}
     if settings.model not in (None, *PRESETS):
         host["the model as it is read"] = 4 * P
-    if "nvme" in (zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")):
+    if '"nvme"' in json.dumps(zero):
         host["buffers to NVMe"] = 2.8
     elif offload:
         host["offloaded states"] = (8 if stage < 3 else 15) * shard[1]
@@ -763,7 +764,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
 
 
 def print_plan(config, settings, ds_config, ranks, local_ranks):
-    """Print what `ranks` processes take, `local_ranks` a host, and what would help if it is much."""
+    """Print what `ranks` processes take, `local_ranks` of them a host, and what would help."""
     if settings.pipeline_stages > 1:
         return print0("plan: none for a pipeline, of which each stage has its share of the blocks")
     with torch.device("meta"):  # shapes only
@@ -840,7 +841,8 @@ LOG_LINE = re.compile(r"step +(\d+)/.* loss (\S+) .* ([\d,]+) tok/s .* peak (\S+
 def measure(script, flags, ranks, updates=5):
     """Train by the command-line `flags` for some updates, and end it there. Returns a row."""
     row, speeds, tail, began = {"failed": "no update"}, [], [], time.perf_counter()
-    theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "ROLE_", "TORCHELASTIC")
+    theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "ROLE_",
+              "TORCHELASTIC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     process = subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
@@ -853,7 +855,8 @@ def measure(script, flags, ranks, updates=5):
                 row[f"{planned[2]} planned"] = float(planned[1])
             if found := LOG_LINE.search(line):
                 speeds.append(float(found[3].replace(",", "")))
-                row |= {"loss": float(found[2]), "device": max(row.get("device", 0), float(found[4]))}
+                peak = max(row.get("device", 0), float(found[4]))
+                row |= {"loss": float(found[2]), "device": peak}
                 row.setdefault("start-up", time.perf_counter() - began)
                 if found[1] == str(updates):
                     launch, = psutil.Process(process.pid).children()
@@ -914,8 +917,8 @@ def write_comparison(rows, folder):
 
     (folder / "compare.json").write_text(json.dumps(rows, indent=1))
     columns = ("tokens/s", "device", "device planned", "host", "host planned", "loss", "start-up")
-    table = ["| setting | tokens/s | device GiB | planned | host GiB | planned | loss | start-up s |",
-             "|---|---|---|---|---|---|---|---|"]
+    table = ["| setting | tokens/s | device GiB | planned | host GiB | planned | loss"
+             " | start-up s |", "|---|---|---|---|---|---|---|---|"]
     done = {name: row for name, row in rows.items() if not row["failed"]}
 
     def model(name):
@@ -1212,10 +1215,12 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## GPT-2 as a pipeline
-# For a model that one device cannot train: each stage holds a share of the blocks, and micro-batches
-# follow each other through the stages. While a pipeline fills and drains, a stage idles, for
-# (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are the accumulation: of
-# 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines, which share the data.
+# For a model that one device cannot train: each stage holds a share of the blocks, and the
+# micro-batches follow each other through the stages. While a pipeline fills and drains, a stage
+# idles, for (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are the
+# accumulation:
+# of 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines, which share the
+# data.
 # Evaluation, samples and export gather the weights on every device, without optimizer states.
 #
 # DeepSpeed refuses ZeRO-2 and 3 here, and at ZeRO-0 clips by the norm of the first stage alone.
@@ -1401,8 +1406,8 @@ def save_checkpoint(engine, settings, run, history):
         for old in (*root.glob("global_step*.*"), *surplus):  # .part, .old, .universal: cut short
             shutil.rmtree(old)
         if shutil.disk_usage(root).free < size:
-            raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less;"
-                        " free some, or lower --keep_checkpoints: --resume auto continues")
+            raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less"
+                        ": free some, or lower --keep_checkpoints: --resume auto continues")
 
     def fault(error):
         shutil.rmtree(part, ignore_errors=True)
