@@ -1218,10 +1218,9 @@ if __name__ == "__main__":
 # For a model that one device cannot train: each stage holds a share of the blocks, and the
 # micro-batches follow each other through the stages. While a pipeline fills and drains, a stage
 # idles, for (stages - 1) / (micro-batches + stages - 1) of the time. The micro-batches are the
-# accumulation:
-# of 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines, which share the
-# data.
-# Evaluation, samples and export gather the weights on every device, without optimizer states.
+# accumulation: of 4 stages, 4 leave 43 % idle and 32 only 9 %. Processes / stages = pipelines,
+# which share the data. Evaluation, samples and export gather the weights on every device, without
+# optimizer states.
 #
 # DeepSpeed refuses ZeRO-2 and 3 here, and at ZeRO-0 clips by the norm of the first stage alone.
 #
