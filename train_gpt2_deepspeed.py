@@ -180,35 +180,33 @@ class Settings:
         for name, value in vars(self).items():
             if type(value) is int and value < lowest.get(name, 1):
                 raise UserError(f"--{name} {value}: must be at least {lowest.get(name, 1)}")
-        offload, folder = self.offload or "none", Path(self.output_dir).absolute()
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        missing = [name for name in self.data if not find_files([name]) and
-                   (find_files(self.data) or Path(name).suffix in FORMATS)]
-        kinds = {FORMATS.get(Path(path).suffix, "text") for path in find_files(self.data)}
-        is_text = self.data != ["synthetic"]
+            if type(value) is float and not 0 < value < math.inf:
+                raise UserError(f"--{name} {value}: must be a positive number")
+        files, is_text = find_files(self.data), self.data != ["synthetic"]
+        missing = [name for name in self.data if not find_files([name])
+                   and (files or Path(name).suffix in FORMATS)]
+        kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
         ranks = self.plan_gpus or int(os.environ.get("WORLD_SIZE", 1))
+        folder = Path(self.output_dir).absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
-                ("eval_fraction", 0 < self.eval_fraction < 1, "must lie between 0 and 1"),
-                ("lr", self.lr is None or 0 < self.lr < math.inf, "must be a positive number"),
+                ("eval_fraction", self.eval_fraction < 1, "must lie between 0 and 1"),
                 ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
-                ("memory_limit", self.memory_limit is None or 0 < self.memory_limit < math.inf,
-                 "must be a positive number"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
-                ("offload", offload in ("none", "optimizer", "all")
-                 or offload[:5] == "nvme:" != offload,
+                ("offload", re.fullmatch("none|optimizer|all|nvme:.+", self.offload or "none"),
                  "must be none, optimizer, all or nvme:FOLDER"),
                 ("data", not missing, f"no such file as {' '.join(missing)}"),
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
-                ("pipeline_stages", ranks % self.pipeline_stages == 0,
-                 f"does not divide the {ranks} process(es): start a multiple of it"),
                 ("tokenizer", is_text or not self.tokenizer, "synthetic data are ids; give --data"),
                 ("prompt", is_text or not self.prompt, "synthetic data are ids; give --data"),
+                ("pipeline_stages", ranks % self.pipeline_stages == 0,
+                 f"does not divide the {ranks} process(es): start a multiple of it"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
             if not good:
-                value = getattr(self, name) if name != "data" else " ".join(self.data)
+                value = " ".join(self.data) if name == "data" else getattr(self, name)
                 raise UserError(f"--{name} {value}: {rule}")
 
 
@@ -421,6 +419,26 @@ def start_engine(model, parameters, config):
     return engine
 
 
+JSON_TYPES = dict.fromkeys(("optimizer", "params", "scheduler", "fp16", "bf16", "zero_optimization",
+                            "offload_optimizer", "offload_param", "tensorboard", "csv_monitor",
+                            "wandb"), dict)
+JSON_TYPES |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                             "stage"), int)
+JSON_TYPES |= dict.fromkeys(("lr", "eps", "weight_decay", "gradient_clipping"), float)
+JSON_TYPES |= dict.fromkeys(("enabled", "torch_adam", "fused"), bool)
+
+
+def check_types(part, path):
+    """Refuse a value of the wrong type in `part` of the JSON: DeepSpeed would not name the key."""
+    names = {dict: "an object", int: "a whole number", float: "a number", bool: "true or false"}
+    for key, value in part.items():
+        kind = JSON_TYPES.get(key, type(value))
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise UserError(f"{path}: {key} must be {names[kind]}, not {json.dumps(value)}")
+        if kind is dict:
+            check_types(value, path)
+
+
 def load_ds_config(settings):
     """The DeepSpeed config of this run: the JSON with the overrides of `settings`, rehearsed."""
     here = Path(globals().get("__file__", "notebook")).parent
@@ -429,50 +447,41 @@ def load_ds_config(settings):
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--deepspeed_config {path}: cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("optimizer"), dict):
+    if not isinstance(config, dict) or "optimizer" not in config:
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
-    for part, key, kind in ((config, "zero_optimization", dict), (config, "fp16", dict),
-                            (config, "bf16", dict), (config, "scheduler", dict),
-                            (config["optimizer"], "params", dict), (config, "tensorboard", dict),
-                            (config, "train_micro_batch_size_per_gpu", int),
-                            (config, "gradient_accumulation_steps", int)):
-        if key in part and type(part[key]) is not kind and part[key] != "auto":
-            want = "an object" if kind is dict else "a whole number"
-            raise UserError(f"{path}: {key} must be {want}, not {json.dumps(part[key])}")
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
-    compiled = not config["optimizer"].get("params", {}).get("torch_adam")
+    check_types(config, path)
+    apply_settings(config, settings)
+    swaps = '"nvme"' in json.dumps(config["zero_optimization"])
+    if swaps and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
+        raise UserError("offloading to NVMe reads through libaio, and compiles: run"
+                        " apt-get install libaio-dev build-essential, pip install ninja")
+    rehearsal = ReadKeys(copy.deepcopy(config))
+    for name, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
+                          ("wandb", "wandb"), ("comet", "comet_ml")):
+        if config.get(name, {}).get("enabled"):
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"{path}: {name} is enabled, so run: pip install {package}")
+            rehearsal[name]["enabled"] = False
+            if name in ("tensorboard", "csv_monitor"):
+                config[name] = {"output_path": settings.output_dir, "job_name": name} | config[name]
+    if settings.plan_gpus and get_accelerator().device_name() == "cpu":
+        rehearsal["fp16"]["enabled"] = False  # a plan for another machine
+    complete_schedule(rehearsal, 10**6)
+    compiles = swaps or not config["optimizer"].get("params", {}).get("torch_adam")
+    if compiles:
+        print0("DeepSpeed compiles an op now, unless it has been before")
     try:
-        apply_settings(config, settings)
-        if "nvme" in json.dumps(config["zero_optimization"]):
-            if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
-                raise UserError("offloading to NVMe reads through libaio, and compiles: run"
-                                " apt-get install libaio-dev build-essential, pip install ninja")
-            compiled = True
-        rehearsal = ReadKeys(copy.deepcopy(config))
-        for name, package in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"),
-                              ("wandb", "wandb"), ("comet", "comet_ml")):
-            if config.get(name, {}).get("enabled"):
-                if importlib.util.find_spec(package) is None:
-                    raise UserError(f"{path}: {name} is enabled, so run: pip install {package}")
-                rehearsal[name]["enabled"] = False
-                if name in ("tensorboard", "csv_monitor"):
-                    folder = {"output_path": settings.output_dir, "job_name": name}
-                    config[name] = folder | config[name]
-        if settings.plan_gpus and get_accelerator().device_name() == "cpu":
-            rehearsal["fp16"]["enabled"] = False  # a plan for another machine
-        complete_schedule(rehearsal, 10**6)
-        if compiled:
-            print0("DeepSpeed compiles an op now, unless it has been before")
         engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
         engine.set_gradient_accumulation_boundary(True)
         row = torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])
         engine.backward(engine(row).sum())
         engine.step()
     except Exception as error:  # of many types, and all about the file
-        compiled &= any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
+        compiles &= any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
         hint = ('; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
-                " ninja and, for a GPU, nvcc" if compiled else "")
+                " ninja and, for a GPU, nvcc" if compiles else "")
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
@@ -763,6 +772,43 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     return device, host, (12 + b) * P
 
 
+TACTICS = ("", "gradient_checkpointing=true", "zero_stage=2", "zero_stage=3",  # by cost in time
+           "zero_stage=1 offload=optimizer",
+           "zero_stage=1 offload=optimizer gradient_checkpointing=true",
+           "zero_stage=2 offload=optimizer",
+           "zero_stage=2 offload=optimizer gradient_checkpointing=true",
+           "zero_stage=3 offload=all", "zero_stage=3 offload=all gradient_checkpointing=true")
+
+
+def command_line(settings, changes):
+    """The arguments that give `settings` with the `changes`, "NAME=VALUE NAME=VALUE ..."."""
+    chosen = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
+              if getattr(settings, field.name) not in (field.default, ["synthetic"])}
+    for change in changes.split():
+        name, _, value = change.partition("=")
+        if not (name and value):
+            raise UserError(f"{changes!r}: takes NAME=VALUE of settings, and no spaces in a value")
+        chosen[name] = value
+    return [text for name, value in chosen.items() for text in
+            (f"--{name}", *map(str, value if isinstance(value, list) else [value]))]
+
+
+def cheapest_tactic(fits, settings, ds_config):
+    """The first of `TACTICS` under which a micro-batch `fits`, as arguments that keep the update's
+    samples; None if there is none."""
+    micro_batch = ds_config["train_micro_batch_size_per_gpu"]
+    samples = micro_batch * ds_config["gradient_accumulation_steps"]
+    offloads = "offload_optimizer" in ds_config["zero_optimization"]
+    for tactic in TACTICS:
+        tactic += " offload=none" * (offloads and "offload" not in tactic)
+        changed = parse_settings(["", *command_line(settings, tactic)])
+        for size in range(micro_batch, 0, -1):
+            if samples % size == 0 and fits(changed, size):
+                tactic += f" micro_batch={size} grad_accum={samples // size}"
+                return re.sub(r"(\w+)=", r"--\1 ", tactic.strip())
+    return None
+
+
 def print_plan(config, settings, ds_config, ranks, local_ranks):
     """Print what `ranks` processes take, `local_ranks` of them a host, and what would help."""
     if settings.pipeline_stages > 1:
@@ -774,46 +820,31 @@ def print_plan(config, settings, ds_config, ranks, local_ranks):
         15 if elsewhere else get_accelerator().total_memory() / 2**30)
     free = math.inf if elsewhere else psutil.virtual_memory().available / 2**30
 
-    def reckon(**changes):
-        planned, changed = dataclasses.replace(settings, **changes), copy.deepcopy(ds_config)
-        apply_settings(changed, dataclasses.replace(planned, dtype=None))
-        return plan_memory(config, planned, changed, ranks, parameters)
+    def reckon(changed, micro_batch=None):
+        json_of_it = copy.deepcopy(ds_config)
+        apply_settings(json_of_it, dataclasses.replace(
+            changed, dtype=None, micro_batch=micro_batch, grad_accum=None))
+        return plan_memory(config, changed, json_of_it, ranks, parameters)
 
-    def largest_micro_batch(**changes):
-        def too_large(size):
-            device, host, _ = reckon(micro_batch=size, **changes)
-            return (sum(device.values()) > 0.95 * total  # a rest for fragments, and for cuBLAS
-                    or sum(host.values()) * local_ranks > free)
+    def fits(changed, micro_batch):
+        device, host, _ = reckon(changed, micro_batch)
+        return (sum(device.values()) <= 0.95 * total  # a rest for fragments, and for cuBLAS
+                and sum(host.values()) * local_ranks <= free)
 
-        return bisect.bisect_left(range(1, 2**16), True, key=too_large)
-
-    device, host, checkpoint = reckon()
+    device, host, checkpoint = reckon(settings)
     for place, parts, count, most in ((f"device, each of {ranks}", device, 1, total),
                                       (f"host, for {local_ranks}", host, local_ranks, free)):
         limit = f" of {most:.1f}" if most < math.inf else ""
         print0(f"plan: {sum(parts.values()) * count:.2f}{limit} GiB of {place} process(es): "
                + ", ".join(f"{part} {size:.2f}" for part, size in parts.items() if size > 0.005))
-    largest, micro_batch = largest_micro_batch(), ds_config["train_micro_batch_size_per_gpu"]
+    largest = bisect.bisect_left(range(1, 2**16), True, key=lambda size: not fits(settings, size))
     print0(f"plan: a checkpoint takes {checkpoint:.2f} GiB, and {settings.keep_checkpoints} stay;"
            f" the largest micro-batch that fits is {largest}")
-    if largest < micro_batch:
-        samples = micro_batch * ds_config["gradient_accumulation_steps"]
-        save, offload = {"gradient_checkpointing": True}, {"offload": "optimizer"}
-        zero = [{"zero_stage": stage, "offload": "none"} for stage in range(4)]
-        everything = zero[3] | {"offload": "all"}
-        advice = "no tactic helps: a smaller --model or --seq_len, or more GPUs"
-        for tactic in ({}, save, zero[2], zero[3], zero[3] | save, zero[1] | offload,
-                       zero[1] | offload | save, zero[2] | offload, zero[2] | offload | save,
-                       everything, everything | save):  # roughly in the order of their cost in time
-            largest = min(micro_batch, largest_micro_batch(**tactic))
-            if largest:
-                size = max(n for n in range(1, largest + 1) if samples % n == 0)
-                tactic = tactic | {"micro_batch": size, "grad_accum": samples // size}
-                advice = "the cheapest tactic that should: " + " ".join(
-                    f"--{name} {value}".removesuffix(" True") for name, value in tactic.items()
-                    if value != "none")
-                break
-        print0(f"plan: it does NOT fit; {advice}")
+    if largest < ds_config["train_micro_batch_size_per_gpu"]:
+        tactic = cheapest_tactic(fits, settings, ds_config)
+        print0("plan: it does NOT fit; " + (
+            f"the cheapest tactic that should: {tactic}" if tactic else
+            "no tactic helps: a smaller --model or --seq_len, or more GPUs"))
 
 # %%
 if __name__ == "__main__":
@@ -833,43 +864,36 @@ if __name__ == "__main__":
 # same in all rows of one precision: also for half the micro-batch at twice the accumulation.
 
 # %%
-USUAL = ("", "zero_stage=0", "zero_stage=2", "zero_stage=3", "zero_stage=2 offload=optimizer",
-         "zero_stage=3 offload=all", "gradient_checkpointing=true", "dtype=fp32")
 LOG_LINE = re.compile(r"step +(\d+)/.* loss (\S+) .* ([\d,]+) tok/s .* peak (\S+) GiB")
 
 
-def measure(script, flags, ranks, updates=5):
-    """Train by the command-line `flags` for some updates, and end it there. Returns a row."""
-    row, speeds, tail, began = {"failed": "no update"}, [], [], time.perf_counter()
-    theirs = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "CROSS_", "GROUP_", "ROLE_",
-              "TORCHELASTIC")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
-         "--master_port", str(free_port()), script, *flags], env=environment, text=True,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def measure(command, updates=5):
+    """Run `command`, which trains and logs every update, up to some updates. Returns a row."""
+    row, speeds, output, began = {}, [], [], time.perf_counter()
+    of_launchers = re.compile("RANK|WORLD_SIZE|MASTER_|LOCAL_|CROSS_|GROUP_|ROLE_|TORCHELASTIC")
+    environment = {name: text for name, text in os.environ.items() if not of_launchers.match(name)}
+    process = subprocess.Popen(command, env=environment, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         for line in process.stdout:
-            tail = [*tail[-40:], line.strip()]
+            output.append(line.strip())
             if planned := re.match(r"plan: (\S+) .*GiB of (device|host),", line):
                 row[f"{planned[2]} planned"] = float(planned[1])
-            if found := LOG_LINE.search(line):
-                speeds.append(float(found[3].replace(",", "")))
-                peak = max(row.get("device", 0), float(found[4]))
-                row |= {"loss": float(found[2]), "device": peak}
+            if logged := LOG_LINE.search(line):
+                speeds.append(float(logged[3].replace(",", "")))
                 row.setdefault("start-up", time.perf_counter() - began)
-                if found[1] == str(updates):
+                row["device"] = max(row.get("device", 0), float(logged[4]))
+                if logged[1] == str(updates):
                     launch, = psutil.Process(process.pid).children()
-                    status = [Path(f"/proc/{child.pid}/status").read_text()
-                              for child in launch.children()]
-                    peaks = [int(re.search(r"VmHWM:\s+(\d+)", text)[1]) for text in status]
-                    return row | {"host": sum(peaks) / 2**20, "failed": None,
-                                  "tokens/s": float(np.median(speeds[2:]))}
-        reasons = [line for line in tail if "rror:" in line or "return code = -9" in line]
-        reason = next((line for line in reasons if "memory" in line),
-                      (reasons or tail[-1:] or ["no output"])[0])
-        return row | {"failed": "out of GPU memory" if "CUDA out of memory" in reason else
-                                "out of host memory" if "code = -9" in reason else reason[:120]}
+                    states = [Path(f"/proc/{rank.pid}/status").read_text()
+                              for rank in launch.children()]
+                    peaks = [int(re.search(r"VmHWM:\s+(\d+)", state)[1]) for state in states]
+                    return row | {"tokens/s": float(np.median(speeds[2:])), "failed": None,
+                                  "host": sum(peaks) / 2**20, "loss": float(logged[2])}
+        errors = [line for line in output if "rror:" in line] or output[-1:] or ["no output"]
+        text = "\n".join(output)
+        return row | {"failed": "out of GPU memory" if "CUDA out of memory" in text else
+                      "out of host memory" if "return code = -9" in text else errors[0][:120]}
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -881,68 +905,70 @@ def compare(settings, ds_config, ranks):
     script = Path(globals().get("__file__", "train_gpt2_deepspeed.py")).absolute()
     if not script.is_file():
         raise UserError(f"--compare: starts {script}, which is not there; run it beside the file")
-    ours = {"compare", "plan", "plan_gpus", "output_dir", "resume", "log_every", "max_steps",
-            "stop_after", "save_every"}
-    given = {f.name: value for f in dataclasses.fields(settings) if f.name not in ours
-             and (value := getattr(settings, f.name)) not in (f.default, ["synthetic"])}
-    rows, commands, folder = {}, {}, Path(settings.output_dir, "compare")
     half, odd = divmod(ds_config["train_micro_batch_size_per_gpu"], 2)
-    accumulation = ds_config["gradient_accumulation_steps"]
-    same_samples = () if odd else (f"micro_batch={half} grad_accum={accumulation * 2}",)
-    for name in settings.compare or USUAL + same_samples:
-        parts = [part.partition("=") for part in name.split()]
-        if not all(key and value and key not in ours for key, _, value in parts):
-            raise UserError(f"--compare {name!r}: takes NAME=VALUE of settings, without spaces in a"
-                            f" value, and none of {', '.join(sorted(ours))}")
-        chosen = given | {key: value for key, _, value in parts}
-        flags = [text for key, value in chosen.items() for text in
-                 (f"--{key}", *map(str, value if isinstance(value, list) else [value]))]
-        commands[name or "as set"] = flags
-        parse_settings(["", *flags])  # refuse what is wrong before anything runs
+    twice = ds_config["gradient_accumulation_steps"] * 2
+    usual = (*TACTICS, "zero_stage=0", "dtype=fp32", f"micro_batch={half} grad_accum={twice}")
+    base = dataclasses.replace(settings, compare=None, resume="never", stop_after=None)
+    rows, arguments, folder = {}, {}, Path(settings.output_dir, "compare")
+    for name in settings.compare or usual[:-1 if odd else None]:
+        arguments[name or "as set"] = command_line(base, name)
+        changed = parse_settings(["", *command_line(base, name)])  # refuse before anything runs
+        if changed.plan or changed.compare is not None:
+            raise UserError(f"--compare {name!r}: compares trainings")
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, flags in tqdm(commands.items(), unit="run"):
-            rows[name] = measure(script, [*flags, "--output_dir", scratch, "--log_every", "1",
-                                          "--max_steps", "1000"], ranks)
+        for name, flags in tqdm(arguments.items(), unit="run"):
+            rows[name] = measure([
+                sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
+                "--master_port", str(free_port()), script, *flags, "--output_dir", scratch,
+                "--log_every", "1", "--max_steps", "1000", "--save_every", "1000"])
             write_comparison(rows, folder)
     print0((folder / "compare.md").read_text())
     if all(row["failed"] for row in rows.values()):
         raise Fault("--compare: no setting got to an update")
 
 
+@contextlib.contextmanager
+def chart(path, xlabel, ylabel, height=4):
+    """Yield the axes of a chart with a legend below, which is then written to the PNG `path`."""
+    from matplotlib.figure import Figure  # not pyplot, which may want a display
+
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+    yield axes
+    if axes.lines:
+        figure.legend(loc="outside lower left")
+    figure.savefig(path, dpi=120)
+
+
 def write_comparison(rows, folder):
     """Write the `rows` as compare.json, compare.md and compare.png into `folder`."""
-    from matplotlib.figure import Figure
-
     (folder / "compare.json").write_text(json.dumps(rows, indent=1))
-    columns = ("tokens/s", "device", "device planned", "host", "host planned", "loss", "start-up")
+    formats = {"tokens/s": ",.0f", "device": ".2f", "device planned": ".2f", "host": ".2f",
+               "host planned": ".2f", "loss": ".4f", "start-up": ".1f"}
     table = ["| setting | tokens/s | device GiB | planned | host GiB | planned | loss"
-             " | start-up s |", "|---|---|---|---|---|---|---|---|"]
-    done = {name: row for name, row in rows.items() if not row["failed"]}
-
-    def model(name):
-        return [part for part in name.split() if part.startswith(("model=", "seq_len="))]
-
-    figure = Figure(figsize=(8, 4 + 0.25 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel="peak of device memory (GiB)", ylabel="tokens per second")
-    for number, (name, row) in enumerate(rows.items(), 1):
-        formats = [f"{row[column]:,.{0 if column == 'tokens/s' else 4 if column == 'loss' else 2}f}"
-                   if column in row else "" for column in columns]
-        same = [r["loss"] for other, r in done.items() if model(other) == model(name)]
-        if name in done and not math.isclose(row["loss"], same[0], rel_tol=0.01):
-            formats[5] += " (differs)"
-        table.append(f"| {name} | {row['failed'] or formats[0]} | {' | '.join(formats[1:])} |")
-        if name in done:
-            axes.plot(row["device"], row["tokens/s"], "o", label=f"{number}  {name}")
-            around = (12 * math.cos(number), 12 * math.sin(number))  # where points coincide
-            axes.annotate(str(number), (row["device"], row["tokens/s"]), around, ha="center",
-                          va="center", textcoords="offset points")
-    axes.set(xlim=(0, axes.get_xlim()[1] * 1.1), ylim=(0, axes.get_ylim()[1] * 1.1))
-    if done:
-        figure.legend(loc="outside lower left")
+             " | start-up s |", "|---" * 8 + "|"]
+    expected = {}  # the loss, by model: the first that has one sets it
+    with chart(folder / "compare.png", "peak of device memory (GiB)", "tokens per second",
+               height=4 + 0.25 * len(rows)) as axes:
+        for number, (name, row) in enumerate(rows.items(), 1):
+            cells = [format(row[column], form) if column in row else ""
+                     for column, form in formats.items()]
+            if row["failed"]:
+                cells[0] = row["failed"]
+            else:
+                model = tuple(re.findall(r"model=\S+|seq_len=\S+", name))
+                loss = expected.setdefault(model, row["loss"])
+                if not math.isclose(row["loss"], loss, rel_tol=0.01):
+                    cells[5] += " (differs)"
+                point = (row["device"], row["tokens/s"])
+                axes.plot(*point, "o", label=f"{number}  {name}")
+                axes.annotate(str(number), point, textcoords="offset points", ha="center",
+                              xytext=(12 * math.cos(number), 12 * math.sin(number)))  # some coincide
+            table.append(f"| {name} | {' | '.join(cells)} |")
+        axes.set(xlim=(0, axes.get_xlim()[1] * 1.1), ylim=(0, axes.get_ylim()[1] * 1.1))
     (folder / "compare.md").write_text("\n".join(table) + "\n")
-    figure.savefig(folder / "compare.png", dpi=120)
 
 # %%
 if __name__ == "__main__":
@@ -966,24 +992,21 @@ def lock_output(folder):
     """Claim `folder` for this run. Returns an open file, to be kept; a killed process frees it."""
     owner = [f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}"]
     dist.broadcast_object_list(owner)
+    path, lock = Path(folder, ".lock"), None
     if dist.get_rank() == 0:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            lock = open(Path(folder, ".lock"), "a+")  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"--output_dir {folder}: {error}") from error
-        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "a+")  # noqa: SIM115
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            lock.seek(0)
-            raise UserError(f"--output_dir {folder}: in use by {lock.read()}") from error
+            why = f"in use by {path.read_text()}" if lock else error
+            raise UserError(f"--output_dir {folder}: {why}") from error
         lock.truncate(0)
         print(*owner, file=lock, flush=True)
     dist.barrier()
-    seen = Path(folder, ".lock")
-    if not (seen.is_file() and owner[0] in seen.read_text()):
+    if not (path.is_file() and owner[0] in path.read_text()):
         raise UserError(f"--output_dir {folder}: all hosts must share it, for the checkpoints")
-    return lock if dist.get_rank() == 0 else None
+    return lock
 
 
 def find_checkpoint(settings):
@@ -1016,9 +1039,9 @@ def find_checkpoint(settings):
 def continue_as(note, run, ds_config, ranks):
     """Check that `run` is the training of `note`, and set up `ds_config` to continue it."""
     for name, value in run.items():
-        if note["run"].get(name) != value:
-            was = note["run"].get(name)
-            raise UserError(f"--resume: the {name} there is {was}, that of this run {value}")
+        if (was := note["run"].get(name)) != value:
+            raise UserError(f"--resume: the {name} there is {was}, that of this run {value}: give"
+                            " the same, or another --output_dir")
     if "nvme" in json.dumps(ds_config["zero_optimization"]) or "offloaded_tensors" in str(
             note["files"]):  # of a run that swapped
         raise UserError("--resume: DeepSpeed does not restore the optimizer from NVMe: its update"
@@ -1198,6 +1221,11 @@ def full_shape(parameter):
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
+def count_parameters(model):
+    """The number of parameters, also of those that ZeRO-3 has sharded."""
+    return sum(math.prod(full_shape(p)) for p in model.parameters())
+
+
 def parameter_groups(model):
     """Two optimizer groups: matrices with the JSON's weight decay, biases and norms without."""
     vectors = [p for p in model.parameters() if len(full_shape(p)) < 2]
@@ -1210,7 +1238,7 @@ if __name__ == "__main__":
         globals()["engine"].destroy()
         engine = model = None
     model = build_model(config, settings, ds_config)
-    print0(f"{sum(math.prod(full_shape(p)) for p in model.parameters()):,} parameters")
+    print0(f"{count_parameters(model):,} parameters")
     memory_gib("with the model")
 
 # %% [markdown]
@@ -1296,9 +1324,8 @@ def build_engine(model, ds_config, total_updates):
     """The DeepSpeed engine that trains `model` for `total_updates` updates."""
     config = copy.deepcopy(ds_config)  # a cell may run again
     complete_schedule(config, total_updates)
-    size = sum(math.prod(full_shape(p)) for p in model.parameters())
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        config["zero_optimization"].setdefault(bucket, bucket_size(size))
+        config["zero_optimization"].setdefault(bucket, bucket_size(count_parameters(model)))
     return start_engine(model, parameter_groups(model), config)
 
 # %%
@@ -1363,6 +1390,7 @@ def evaluate(engine, dataset, batch_size, bytes_per_token=None):
     if not math.isfinite(loss):
         raise Fault(f"update {engine.global_steps}: the held-out loss is {loss}, so weights are inf"
                     " or nan; resume from a checkpoint before")
+    engine.monitor.write_events([("Eval/Samples/loss", loss, engine.global_samples)])
     result = {"loss": loss, "perplexity": math.exp(min(loss, 100))}
     if bytes_per_token:
         result["bits_per_byte"] = loss / math.log(2) / bytes_per_token
@@ -1394,25 +1422,28 @@ def save_checkpoint(engine, settings, run, history):
     """
     root, name = Path(settings.output_dir, "checkpoints"), f"global_step{engine.global_steps}"
     part, first, began = root / f"{name}.part", dist.get_rank() == 0, time.perf_counter()
-    size = sum(math.prod(full_shape(p)) for p in engine.module.parameters())
-    size *= engine.get_data_types()[0].itemsize + 12  # weights; those in fp32, AdamW's two moments
     with contextlib.suppress(ImportError):  # torch has it from 2.7: half the time from a GPU
         from torch.utils.serialization import config
         config.save.use_pinned_memory_for_d2h = True
-    if first:
-        root.mkdir(exist_ok=True)
+
+    def remove(*leftovers):
         surplus = [note.parent for note in checkpoint_notes(root)[settings.keep_checkpoints:]]
-        for old in (*root.glob("global_step*.*"), *surplus):  # .part, .old, .universal: cut short
-            shutil.rmtree(old)
-        if shutil.disk_usage(root).free < size:
-            raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less"
-                        ": free some, or lower --keep_checkpoints: --resume auto continues")
+        for folder in (*surplus, *leftovers):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def fault(error):
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         return Fault(f"{part}: cannot be written ({error}); the checkpoints before it are whole,"
                      " and --resume auto continues")
 
+    if first:
+        root.mkdir(exist_ok=True)
+        remove(*root.glob("global_step*.*"))  # .part, .old, .universal: of a run that was cut short
+        # Weights, and in fp32 the weights again and AdamW's two moments.
+        size = count_parameters(engine.module) * (engine.get_data_types()[0].itemsize + 12)
+        if shutil.disk_usage(root).free < size:
+            raise Fault(f"{root}: a checkpoint takes {size / 2**20:,.0f} MiB, and the disk has less"
+                        ": free some, or lower --keep_checkpoints: --resume auto continues")
     dist.barrier()
     try:
         engine.save_checkpoint(root, tag=part.name, save_latest=False)
@@ -1425,31 +1456,27 @@ def save_checkpoint(engine, settings, run, history):
     seconds = time.perf_counter() - began
 
     def finish():
-        if not first:
-            return None
         try:
-            paths = sorted(part.rglob("*"))
-            note["files"] = {str(path.relative_to(part)): path.stat().st_size for path in paths
-                             if path.is_file()}
-            (part / "run.json").write_text(json.dumps(note))
-            for path in (*paths, part / "run.json", part):  # to the disk, before it counts
+            files = {str(path.relative_to(part)): path.stat().st_size
+                     for path in part.rglob("*") if path.is_file()}
+            (part / "run.json").write_text(json.dumps(note | {"files": files}))
+            for path in (*part.rglob("*"), part):  # to the disk, before it counts
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
         except OSError as error:
             raise fault(error) from error
-        if (root / name).exists():  # of an earlier run into this folder
-            (root / name).rename(root / f"{name}.old")
+        old = root / f"{name}.old"  # of an earlier run into this folder
+        if (root / name).exists():
+            (root / name).rename(old)
         part.rename(root / name)
         (root / "latest.new").write_text(name)
         (root / "latest.new").replace(root / "latest")
-        shutil.rmtree(root / f"{name}.old", ignore_errors=True)
-        for old in checkpoint_notes(root)[settings.keep_checkpoints:]:
-            shutil.rmtree(old.parent)
-        return (f"saved {root / name}: {sum(note['files'].values()) / 2**20:,.1f} MiB, for which"
-                f" the training waited {seconds:.1f} s")
+        remove(old)
+        return (f"saved {root / name}: {sum(files.values()) / 2**20:,.1f} MiB, for which the"
+                f" training waited {seconds:.1f} s")
 
-    return finish
+    return finish if first else lambda: None
 
 
 def convert_checkpoint(checkpoint, target):
@@ -1552,6 +1579,22 @@ def runner_pid():
     return psutil.Process(os.getppid()).ppid() if "CROSS_SIZE" in os.environ else None
 
 
+def agreed_signal(received, runner, device):
+    """The signal that ends the training, 0 for none, as any rank `received` it. Called by all."""
+    if runner_pid() != runner:
+        received.append(signal.SIGTERM)
+    if dist.get_world_size() == 1:  # spares the GPU the wait
+        return received[0] if received else 0
+    number = torch.tensor(received[0] if received else 0, device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return int(number)
+
+
+def loss_scale(engine):
+    """What the loss is multiplied by against underflow in fp16; otherwise 1."""
+    return getattr(engine.optimizer, "cur_scale", 1)
+
+
 def mean_loss(engine, loss, saving):
     """Mean of the ranks' `loss`, a tensor `()`. Called by all ranks.
 
@@ -1572,24 +1615,31 @@ def mean_loss(engine, loss, saving):
     return sum(losses) / len(losses)
 
 
-def loss_scale(engine):
-    """What the loss is multiplied by against underflow in fp16; otherwise 1."""
-    return getattr(engine.optimizer, "cur_scale", 1)
+def log_update(engine, write, place, loss, lr, norm, speed):
+    """`write` the line of an update, which begins with its `place`, and tell the monitors."""
+    memory = memory_gib()
+    kind = "rss" if get_accelerator().device_name() == "cpu" else "mem"
+    write(f"{place} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:5.2f}"
+          f" | scale {loss_scale(engine):.0f} | skipped {engine.skipped_steps} | {speed:,.0f} tok/s"
+          f" | {kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f} GiB"
+          f" ({memory['peak'] / memory['total']:.0%})")
+    engine.monitor.write_events([(f"Train/Samples/{name}", value, engine.global_samples)
+                                 for name, value in (("train_loss", loss),
+                                                     ("tokens_per_second", speed),
+                                                     ("peak_memory_gib", memory["peak"]))])
 
 
 def train(engine, loader, held_out, settings, run, total_updates, history, bytes_per_token):
     """Train up to `total_updates`, or for `settings.stop_after` updates. Called by all ranks.
 
     Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
-    signal that ended the training, 0 if none did.
+    signal that ended the training, 0 if none did. Raises `Fault` if nothing is learned any more.
     """
-    device, ranks, per_epoch = get_accelerator(), dist.get_world_size(), loader.sampler.updates
-    begin, end = engine.global_steps, total_updates
-    if settings.stop_after is not None:
-        end = min(end, begin + settings.stop_after)
+    per_epoch, begin = loader.sampler.updates, engine.global_steps
+    end = min(total_updates, begin + (total_updates if settings.stop_after is None
+                                      else settings.stop_after))
     epochs, width = math.ceil(total_updates / per_epoch), len(str(total_updates))
     tokens_per_update = engine.train_batch_size() * len(held_out[0]["input_ids"])
-    memory_kind = "rss" if device.device_name() == "cpu" else "mem"
     visible = dist.get_rank() == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)
     bar = tqdm(total=total_updates, initial=begin, unit="update", disable=not visible)
     write = bar.write if visible else print0
@@ -1602,22 +1652,15 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
             loss = train_step(engine, micro_batches)
 
             # ---- The training ends here. What follows is signals, diagnostics and saving. ----
-            step = engine.global_steps
-            if runner_pid() != runner:
-                received.append(signal.SIGTERM)
-            stop = received[0] if received else 0
-            if ranks > 1:  # all or none: one that left alone would leave the others waiting
-                signals = torch.tensor(stop, device=engine.device)
-                dist.all_reduce(signals, op=dist.ReduceOp.MAX)
-                stop = int(signals)
+            step, stop = engine.global_steps, agreed_signal(received, runner, engine.device)
             last = step == end or stop
             logging = step % settings.log_every == 0 or step == begin + 1 or last
             saving = step % (settings.save_every or per_epoch) == 0 or last
             skips = skips + 1 if engine.skipped_steps > skipped else 0
-            norm = float(engine.get_global_grad_norm() or math.nan) if logging or skips else 0.0
             bar.update()
             if logging or saving or skips:
                 loss = mean_loss(engine, loss, saving)
+                norm = float(engine.get_global_grad_norm() or math.nan)
             if skips:
                 write(f"update {step} skipped: gradient norm {norm}, loss scale now"
                       f" {loss_scale(engine):.0f}")
@@ -1627,18 +1670,9 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                             " or use --dtype bf16")
             if logging:
                 speed = (step - logged) * tokens_per_update / (time.perf_counter() - clock)
-                memory = memory_gib()
-                write(f"epoch {epoch + 1}/{epochs} | step {step:{width}}/{total_updates}"
-                      f" | loss {loss:.4f} | lr {lr:.2e} | norm {norm:5.2f}"
-                      f" | scale {loss_scale(engine):.0f} | skipped {engine.skipped_steps}"
-                      f" | {speed:,.0f} tok/s"
-                      f" | {memory_kind} {memory['allocated']:.2f} GiB, peak {memory['peak']:.2f}"
-                      f" GiB ({memory['peak'] / memory['total']:.0%})")
+                log_update(engine, write, f"epoch {epoch + 1}/{epochs} | step {step:{width}}"
+                           f"/{total_updates}", loss, lr, norm, speed)
                 history["train"].append((step, loss))
-                engine.monitor.write_events([
-                    ("Train/Samples/train_loss", loss, engine.global_samples),
-                    ("Train/Samples/tokens_per_second", speed, engine.global_samples),
-                    ("Train/Samples/peak_memory_gib", memory["peak"], engine.global_samples)])
                 logged, clock = step, time.perf_counter()
             pause = time.perf_counter()
             if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
@@ -1646,8 +1680,6 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                 write(f"held out | step {step:{width}}/{total_updates} | "
                       + " | ".join(f"{name} {value:.4f}" for name, value in result.items()))
                 history["eval"].append((step, result["loss"]))
-                engine.monitor.write_events([
-                    ("Eval/Samples/loss", result["loss"], engine.global_samples)])
             if saving:
                 if pending:
                     pending.result()
@@ -1665,16 +1697,11 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
 
 def plot_loss(history, path, floor=None):
     """Draw `history` into the PNG `path`, with the entropy `floor` in nats if there is one."""
-    from matplotlib.figure import Figure  # not pyplot, which may want a display
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="update", ylabel="loss (nats per token)")
-    axes.plot(*zip(*history["train"]), label="training")
-    axes.plot(*zip(*history["eval"]), "o-", label="held out")
-    if floor:
-        axes.axhline(floor, color="gray", linestyle="--", label=f"entropy floor {floor:.3f}")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with chart(path, "update", "loss (nats per token)") as axes:
+        axes.plot(*zip(*history["train"]), label="training")
+        axes.plot(*zip(*history["eval"]), "o-", label="held out")
+        if floor:
+            axes.axhline(floor, color="gray", linestyle="--", label=f"entropy floor {floor:.3f}")
 
 # %% [markdown]
 # ## Generation

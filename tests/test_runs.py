@@ -137,7 +137,7 @@ def test_event_files_hold_what_the_log_says(train, tmp_path):
         {32 * step: loss for step, loss in result.losses.items()}, abs=1e-4)
     for tag in ("lr", "tokens_per_second", "peak_memory_gib"):
         assert [x for x, _ in events[f"Train/Samples/{tag}"]] == [32, 64, 96, 128], tag
-    assert [x for x, _ in events["Eval/Samples/loss"]] == [64, 128]
+    assert [x for x, _ in events["Eval/Samples/loss"]] == [0, 64, 128]
 
 
 def test_other_monitors(train, tmp_path, ds_json):
@@ -221,12 +221,11 @@ def test_only_the_newest_checkpoints_stay(train, tmp_path):
 
 # What cannot work
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("flags, says", [
-    (["--zero_stag", "2"], "did you mean --zero_stage?"), (["--data", "none.txt"], "--data none.txt"),
-    (["--num_samples", "20"], "one update takes"), (["--deepspeed_config", "none.json"], "none.json"),
-    (["--resume", "nowhere"], "--resume nowhere"), (["--prompt", "Once"], "synthetic data are ids"),
-     (["--output_dir", "a_file/x"], "output_dir")])
+@pytest.mark.parametrize("ranks, flags, says", [
+    (1, ["--zero_stag", "2"], "did you mean --zero_stage?"), (2, ["--data", "none.txt"], "--data none.txt"),
+    (1, ["--num_samples", "20"], "one update takes"), (2, ["--num_samples", "20"], "one update takes"),
+    (1, ["--deepspeed_config", "none.json"], "none.json"), (1, ["--resume", "nowhere"], "--resume nowhere"),
+    (1, ["--prompt", "Once"], "synthetic data are ids"), (1, ["--output_dir", "a_file/x"], "output_dir")])
 def test_bad_input(train, tmp_path, ranks, flags, says):
     """Exit status 2, one line, no traceback, and nothing written; the same on one rank and on two."""
     (tmp_path / "a_file").touch()
