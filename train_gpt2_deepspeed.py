@@ -141,6 +141,7 @@ class Settings:
     model: str | None = option(None, "nano, 124M, 355M, 774M, 1.5B, or a folder or hub name")
     seq_len: int | None = option(None, "tokens per sample (1024, nano 128; fine-tuning: all)")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, more time")
+    compile: bool = option(False, "torch.compile the blocks: faster, after a longer start")
     # data
     data: list[str] | None = option(None, "synthetic, files, quoted globs, or a hub dataset")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
@@ -363,7 +364,9 @@ def apply_settings(config, settings):
             zero[part] = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
         if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) < lowest:
             raise UserError(f"{part} needs ZeRO stage {lowest} or more: --zero_stage {lowest}")
-
+    if settings.compile and zero.get("stage", 0) == 3:
+        raise UserError("--compile: at ZeRO stage 3 DeepSpeed gathers weights between the layers,"
+                        " which breaks what is compiled: use --zero_stage 1 or 2")
     if settings.pipeline_stages > 1 and zero.get("stage", 0) != 1:
         raise UserError(f"--pipeline_stages {settings.pipeline_stages}: DeepSpeed's pipeline needs"
                         f" ZeRO stage 1, not {zero.get('stage', 0)}: --zero_stage 1")
@@ -416,6 +419,9 @@ def start_engine(model, parameters, config):
         if engine.zero_optimization_stage() < 3 and not engine.pipeline_parallelism:
             engine.optimizer.get_grad_norm_direct = functools.partial(
                 gradient_norm, engine.optimizer.dp_process_group)
+        if engine.zero_optimization_stage() == engine.dp_world_size == 1:  # nothing to reduce
+            engine.optimizer.reduce_gradients = (
+                lambda **_: engine.optimizer.overlapping_partition_gradients_reduce_epilogue())
     return engine
 
 
@@ -469,19 +475,23 @@ def load_ds_config(settings):
     if settings.plan_gpus and get_accelerator().device_name() == "cpu":
         rehearsal["fp16"]["enabled"] = False  # a plan for another machine
     complete_schedule(rehearsal, 10**6)
-    compiles = swaps or not config["optimizer"].get("params", {}).get("torch_adam")
-    if compiles:
+    op = swaps or not config["optimizer"].get("params", {}).get("torch_adam")
+    if op:
         print0("DeepSpeed compiles an op now, unless it has been before")
     try:
-        engine = start_engine(torch.nn.Linear(8, 8), None, rehearsal)
+        layer = torch.nn.Linear(8, 8)
+        if settings.compile:
+            layer.compile()
+        engine = start_engine(layer, None, rehearsal)
         engine.set_gradient_accumulation_boundary(True)
         row = torch.ones(8, device=engine.device, dtype=engine.get_data_types()[0])
         engine.backward(engine(row).sum())
         engine.step()
     except Exception as error:  # of many types, and all about the file
-        compiles &= any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
+        builds = any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
         hint = ('; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
-                " ninja and, for a GPU, nvcc" if compiles else "")
+                " ninja and, for a GPU, nvcc" if op and builds else
+                "; --compile needs a C++ compiler and python3-dev" if settings.compile else "")
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
@@ -965,7 +975,7 @@ def write_comparison(rows, folder):
                 point = (row["device"], row["tokens/s"])
                 axes.plot(*point, "o", label=f"{number}  {name}")
                 axes.annotate(str(number), point, textcoords="offset points", ha="center",
-                              xytext=(12 * math.cos(number), 12 * math.sin(number)))  # some coincide
+                              xytext=(12 * math.cos(number), 12 * math.sin(number)))
             table.append(f"| {name} | {' | '.join(cells)} |")
         axes.set(xlim=(0, axes.get_xlim()[1] * 1.1), ylim=(0, axes.get_ylim()[1] * 1.1))
     (folder / "compare.md").write_text("\n".join(table) + "\n")
@@ -1196,6 +1206,8 @@ def build_model(config, settings, ds_config):
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     install_chunked_causal_lm_loss(model)
+    for block in model.transformer.h if settings.compile else ():
+        block.compile()  # one after the other, since they share what is compiled
     return model
 
 
@@ -1324,8 +1336,11 @@ def build_engine(model, ds_config, total_updates):
     """The DeepSpeed engine that trains `model` for `total_updates` updates."""
     config = copy.deepcopy(ds_config)  # a cell may run again
     complete_schedule(config, total_updates)
+    zero = config["zero_optimization"]
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        config["zero_optimization"].setdefault(bucket, bucket_size(count_parameters(model)))
+        zero.setdefault(bucket, bucket_size(count_parameters(model)))
+    if zero["stage"] == 1:
+        zero.setdefault("contiguous_gradients", False)  # spares each gradient two copies
     return start_engine(model, parameter_groups(model), config)
 
 # %%
@@ -1370,6 +1385,7 @@ def train_step(engine, micro_batches):
 
 # %%
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # for so few passes, compiling again would not pay
 def evaluate(engine, dataset, batch_size, bytes_per_token=None):
     """`{loss, perplexity}`; with `bytes_per_token` also `bits_per_byte`. Called by all ranks.
 
@@ -1710,6 +1726,7 @@ def plot_loss(history, path, floor=None):
 
 # %%
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # else, each new length would be compiled
 def generate(engine, prompt, max_new_tokens, vocabulary, seed):
     """Continue the int64 ids `prompt` `(P,)` by ids below `vocabulary`, of the 50 likeliest."""
     model = whole_model(engine).eval()

@@ -157,6 +157,10 @@ def test_both_precisions(gpt2, ds_json, refused):
     assert load(gpt2, both, dtype="bf16")["bf16"]["enabled"]
 
 
+def test_compiling_at_zero_3(gpt2, ds_json, refused):
+    assert "--compile: at ZeRO stage 3" in refused(load, gpt2, ds_json({}), zero_stage=3, compile=True)
+
+
 def test_offload_without_zero(gpt2, ds_json, refused):
     assert "needs ZeRO stage 1 or more" in refused(load, gpt2, ds_json({}), zero_stage=0, offload="optimizer")
 

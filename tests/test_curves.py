@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def two_ranks(tmp_path_factory):
 def one_rank(tmp_path_factory):
     entries = {"one rank": {"micro_batch": 8}} | {
         f"one rank, {name}": entry | {"micro_batch": 8} for name, entry in ZERO.items()}
+    if shutil.which("g++"):
+        entries["one rank, compiled"] = {"micro_batch": 8, "compile": True}
     return curves([sys.executable], entries, tmp_path_factory.mktemp("one"))
 
 

@@ -14,7 +14,6 @@ import pytest
 from conftest import SCRIPT, launch, launcher
 from kills import start
 
-
 WHOLE = {}
 
 

@@ -117,6 +117,8 @@ def test_what_must_be_compiled_and_cannot_is_said_at_once(train, tmp_path, ds_js
     assert 'set optimizer.params "torch_adam": true, or install a compiler' in result.errors[0]
     assert "DeepSpeed compiles an op now" in result.out  # said first, and before data and model
     assert "training samples" not in result.out
+    result = train("--compile", env=env | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert result.rc == 2 and len(result.errors) == 1 and "--compile needs a C++ compiler" in result.errors[0]
 
 
 def test_import_has_no_side_effects(tmp_path):
