@@ -41,6 +41,7 @@ import datetime
 import difflib
 import fcntl
 import functools
+import gc
 import glob
 import importlib.util
 import inspect
@@ -1135,12 +1136,14 @@ def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
                         f" {len(dataset)}: lower --micro_batch, --grad_accum, --seq_len")
     on_gpu = torch.cuda.is_available()  # a process of its own makes batches while the GPU computes
     return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
-                      num_workers=int(on_gpu), worker_init_fn=ignore_signals,
+                      num_workers=int(on_gpu), worker_init_fn=init_worker,
                       prefetch_factor=2 * accumulation if on_gpu else None)
 
 
-def ignore_signals(worker):
-    """In the loader's process: Ctrl-C reaches it as well, but the update that it feeds goes on."""
+def init_worker(worker):
+    """In the loader's process, a fork of this one: touch nothing on the GPU, and ignore signals."""
+    gc.freeze()  # garbage of this process, say an earlier engine, would abort there when collected
+    # Ctrl-C reaches it as well, but the update that it feeds goes on.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,11 +1,14 @@
 """The data: a source whose entropy is known, real text, and every rank's share of every epoch."""
 
+import gc
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 
 @pytest.mark.parametrize("structure, zipf", [(0.9, 1.0), (0.5, 0.0), (0.0, 1.2), (1.0, 1.0)])
@@ -185,3 +188,26 @@ def test_a_folder_is_a_dataset_like_one_of_the_hub(gpt2, byte, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab", "cd")))
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": "no"}) + "\n")
     assert byte.decode(stream(gpt2.load_text_dataset([str(tmp_path)], byte, 3))) == "ab</s>cd</s>"
+
+
+def test_a_loading_process_collects_no_garbage_of_its_parent(gpt2, tmp_path):
+    """CUDA objects of an earlier engine would abort the fork that destroys them: it must leave them alone."""
+
+    class Engine:  # in a cycle, as engines are: only the collector ends it
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            (tmp_path / f"ended in {os.getpid()}").touch()
+
+    gc.collect()
+    gc.disable()
+    try:
+        Engine()
+        loader = DataLoader([0], num_workers=1, multiprocessing_context="fork", worker_init_fn=lambda worker: (
+            gpt2.init_worker(worker), gc.collect()))
+        assert list(loader) and not list(tmp_path.iterdir())
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [f"ended in {os.getpid()}"]
