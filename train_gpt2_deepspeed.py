@@ -33,6 +33,7 @@ the loss then falls to a floor that is known exactly.
 
 # %%
 import argparse
+import atexit
 import bisect
 import contextlib
 import copy
@@ -292,6 +293,8 @@ def init_distributed():
     except RuntimeError as error:
         raise UserError(f"cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                         f" ({error}); is the port taken? Try another --master_port") from error
+    # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return dist.get_rank(), dist.get_world_size()
 
 # %%
@@ -1802,5 +1805,3 @@ if __name__ == "__main__":
     print0(f"written to {output_dir}: {', '.join(written)}")
     dist.barrier()  # no rank leaves while rank 0 writes
     unset_hf_deepspeed_config()  # else, after ZeRO-3, a kernel would shard every model it loads
-    if "ipykernel" not in sys.modules:  # where a cell may run again
-        dist.destroy_process_group()

@@ -63,7 +63,8 @@ def test_gradients_memory_and_export(tmp_path, command):
 def test_resume(train, tmp_path, ds_json):
     """On as many pipelines, then on more; the held-out loss is that of the export."""
     path = ds_json({"optimizer.params.weight_decay": 10})
-    options = {"deepspeed_config": path, "max_steps": 7, "num_samples": 200, "pipeline_stages": 2, "kind": "deepspeed"}
+    options = {"deepspeed_config": path, "max_steps": 7, "num_samples": 200, "pipeline_stages": 2, "kind": "deepspeed",
+               "dtype": "fp32"}
     whole = train(**options, ranks=2, output_dir="whole").ok()
     losses = {}
     for ranks, stop in ((2, 2), (2, 1), (4, None)):
@@ -72,7 +73,7 @@ def test_resume(train, tmp_path, ds_json):
         losses |= result.losses
     assert losses == pytest.approx(whole.losses, abs=2e-4) and len(losses) == 7
     assert result.lines[-1][3] == "7" and float(result.lines[-1][6]) > 0  # the norm
-    other = train(ranks=2, resume="auto", kind="deepspeed", max_steps=7, num_samples=200)
+    other = train(ranks=2, resume="auto", kind="deepspeed", max_steps=7, num_samples=200, dtype="fp32")
     assert other.rc == 2 and "the pipeline_stages there is 2, that of this run 1" in other.errors[0]
 
     import train_gpt2_deepspeed as gpt2
