@@ -953,7 +953,7 @@ def chart(path, xlabel, ylabel, height=4):
     yield axes
     if axes.lines:
         figure.legend(loc="outside lower left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")  # a long name may be wider than the axes
 
 
 def write_comparison(rows, folder):
