@@ -434,13 +434,15 @@ JSON_TYPES = dict.fromkeys(("optimizer", "params", "scheduler", "fp16", "bf16", 
                             "wandb"), dict)
 JSON_TYPES |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                              "stage"), int)
-JSON_TYPES |= dict.fromkeys(("lr", "eps", "weight_decay", "gradient_clipping"), float)
-JSON_TYPES |= dict.fromkeys(("enabled", "torch_adam", "fused"), bool)
+JSON_TYPES |= dict.fromkeys(("lr", "eps", "weight_decay", "gradient_clipping", "cos_min_ratio",
+                             "warmup_min_ratio"), float)
+JSON_TYPES |= dict.fromkeys(("enabled", "torch_adam", "fused"), bool) | {"type": str}
 
 
 def check_types(part, path):
     """Refuse a value of the wrong type in `part` of the JSON: DeepSpeed would not name the key."""
-    names = {dict: "an object", int: "a whole number", float: "a number", bool: "true or false"}
+    names = {dict: "an object", int: "a whole number", float: "a number", bool: "true or false",
+             str: "a text"}
     for key, value in part.items():
         kind = JSON_TYPES.get(key, type(value))
         if type(value) is not kind and not (kind is float and type(value) is int):
@@ -1032,6 +1034,9 @@ def find_checkpoint(settings):
         for path in checkpoint_notes(root):
             try:
                 note = json.loads(path.read_text())
+                if not note.keys() >= {"run", "ranks", "zero_stage", "samples_per_update",
+                                       "history"}:
+                    raise ValueError("run.json is not a note of this file's")
                 for name, size in note["files"].items():
                     file = path.parent / name
                     if file.stat().st_size != size or (
