@@ -805,18 +805,24 @@ def command_line(settings, changes):
         if not (name and value):
             raise UserError(f"{changes!r}: takes NAME=VALUE of settings, and no spaces in a value")
         chosen[name] = value
-    return [text for name, value in chosen.items() for text in
-            (f"--{name}", *map(str, value if isinstance(value, list) else [value]))]
+    return [text for name, value in chosen.items() for text in  # "=", for a value like -a
+            ((f"--{name}", *value) if isinstance(value, list) else (f"--{name}={value}",))]
+
+
+def usual_tactics(settings):
+    """Those of `TACTICS` that go with `settings`: what is compiled does not run at ZeRO-3."""
+    return [tactic for tactic in TACTICS if not (settings.compile and "zero_stage=3" in tactic)]
 
 
 def cheapest_tactic(fits, settings, ds_config):
-    """The first of `TACTICS` under which a micro-batch `fits`, as arguments that keep the update's
+    """The first of the tactics under which a micro-batch `fits`, as arguments that keep the update's
     samples; None if there is none."""
     micro_batch = ds_config["train_micro_batch_size_per_gpu"]
     samples = micro_batch * ds_config["gradient_accumulation_steps"]
-    offloads = "offload_optimizer" in ds_config["zero_optimization"]
-    for tactic in TACTICS:
-        tactic += " offload=none" * (offloads and "offload" not in tactic)
+    offloads = {"offload_optimizer", "offload_param"} & ds_config["zero_optimization"].keys()
+    for tactic in usual_tactics(settings):
+        if offloads and "offload" not in tactic:
+            tactic += " offload=none"
         changed = parse_settings(["", *command_line(settings, tactic)])
         for size in range(micro_batch, 0, -1):
             if samples % size == 0 and fits(changed, size):
@@ -923,7 +929,8 @@ def compare(settings, ds_config, ranks):
         raise UserError(f"--compare: starts {script}, which is not there; run it beside the file")
     half, odd = divmod(ds_config["train_micro_batch_size_per_gpu"], 2)
     twice = ds_config["gradient_accumulation_steps"] * 2
-    usual = (*TACTICS, "zero_stage=0", "dtype=fp32", f"micro_batch={half} grad_accum={twice}")
+    usual = (*usual_tactics(settings), "zero_stage=0", "dtype=fp32",
+             f"micro_batch={half} grad_accum={twice}")
     base = dataclasses.replace(settings, compare=None, resume="never", stop_after=None)
     rows, arguments, folder = {}, {}, Path(settings.output_dir, "compare")
     for name in settings.compare or usual[:-1 if odd else None]:

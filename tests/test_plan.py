@@ -163,6 +163,17 @@ def test_settings_of_a_plan_want_a_plan(train):
     assert "plan: none for a pipeline" in planned.out
 
 
+def test_advice_passes_over_what_the_settings_rule_out(train, ds_json, tmp_path):
+    """A tactic that cannot go with the settings is no advice, and no reason to end the run."""
+    path = ds_json({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    (tmp_path / "text.txt").write_text("a text")
+    for options in ({"zero_stage": 1, "compile": True}, {"deepspeed_config": path},
+                    {"data": "text.txt", "tokenizer": "byte"}):
+        result = train("--plan", "--prompt=-a" if "data" in options else "--seed=1", plan_gpus=1, memory_limit=1,
+                       model="124M", **options).ok()
+        assert "does NOT fit; " in result.out and not result.errors
+
+
 def test_the_advice_keeps_the_samples_of_an_update(train):
     result = train("--plan", plan_gpus=1, memory_limit=15, model="774M", micro_batch=8, grad_accum=4).ok()
     micro_batch, accumulation = re.search(r"--micro_batch (\d+) --grad_accum (\d+)", result.out).groups()
