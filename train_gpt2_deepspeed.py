@@ -815,8 +815,8 @@ def usual_tactics(settings):
 
 
 def cheapest_tactic(fits, settings, ds_config):
-    """The first of the tactics under which a micro-batch `fits`, as arguments that keep the update's
-    samples; None if there is none."""
+    """The first of the tactics under which a micro-batch `fits`, as arguments that keep the
+    update's samples; None if there is none."""
     micro_batch = ds_config["train_micro_batch_size_per_gpu"]
     samples = micro_batch * ds_config["gradient_accumulation_steps"]
     offloads = {"offload_optimizer", "offload_param"} & ds_config["zero_optimization"].keys()
