@@ -133,8 +133,14 @@ def find_files(names):
 
 def checkpoint_notes(folder):
     """The `run.json` of each checkpoint in `folder` (or of the one it is), the newest first."""
+
+    def saved(note):  # as written there: a copy has other times
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return float(json.loads(note.read_text())["time"])
+        return 0.0
+
     found = [*Path(folder).glob("global_step*/run.json"), *Path(folder).glob("run.json")]
-    return sorted((note for note in found if not note.parent.suffix), key=os.path.getmtime)[::-1]
+    return sorted((note for note in found if not note.parent.suffix), key=saved, reverse=True)
 
 
 @dataclasses.dataclass
@@ -295,6 +301,8 @@ def init_distributed():
                         f" ({error}); is the port taken? Try another --master_port") from error
     # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    hook = sys.excepthook  # Ctrl-C outside the training ends the run as well, without a traceback
+    sys.excepthook = lambda kind, *error: kind is KeyboardInterrupt or hook(kind, *error)
     return dist.get_rank(), dist.get_world_size()
 
 # %%
@@ -368,9 +376,6 @@ def apply_settings(config, settings):
             zero[part] = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
         if zero.get(part, {}).get("device", "none") != "none" and zero.get("stage", 0) < lowest:
             raise UserError(f"{part} needs ZeRO stage {lowest} or more: --zero_stage {lowest}")
-    if settings.compile and zero.get("stage", 0) == 3:
-        raise UserError("--compile: at ZeRO stage 3 DeepSpeed gathers weights between the layers,"
-                        " which breaks what is compiled: use --zero_stage 1 or 2")
     if settings.pipeline_stages > 1 and zero.get("stage", 0) != 1:
         raise UserError(f"--pipeline_stages {settings.pipeline_stages}: DeepSpeed's pipeline needs"
                         f" ZeRO stage 1, not {zero.get('stage', 0)}: --zero_stage 1")
@@ -429,24 +434,21 @@ def start_engine(model, parameters, config):
     return engine
 
 
-JSON_TYPES = dict.fromkeys(("optimizer", "params", "scheduler", "fp16", "bf16", "zero_optimization",
-                            "offload_optimizer", "offload_param", "tensorboard", "csv_monitor",
-                            "wandb"), dict)
-JSON_TYPES |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-                             "stage"), int)
-JSON_TYPES |= dict.fromkeys(("lr", "eps", "weight_decay", "gradient_clipping", "cos_min_ratio",
-                             "warmup_min_ratio"), float)
-JSON_TYPES |= dict.fromkeys(("enabled", "torch_adam", "fused"), bool) | {"type": str}
+JSON_TYPES = {
+    dict: "optimizer params scheduler fp16 bf16 zero_optimization offload_optimizer offload_param"
+          " tensorboard csv_monitor wandb comet",
+    int: "train_micro_batch_size_per_gpu gradient_accumulation_steps stage warmup_num_steps",
+    float: "lr eps weight_decay gradient_clipping cos_min_ratio warmup_min_ratio",
+    bool: "enabled torch_adam fused", str: "type", list: "betas"}
 
 
 def check_types(part, path):
     """Refuse a value of the wrong type in `part` of the JSON: DeepSpeed would not name the key."""
-    names = {dict: "an object", int: "a whole number", float: "a number", bool: "true or false",
-             str: "a text"}
     for key, value in part.items():
-        kind = JSON_TYPES.get(key, type(value))
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(f"{path}: {key} must be {names[kind]}, not {json.dumps(value)}")
+        kind = next((kind for kind, keys in JSON_TYPES.items() if key in keys.split()), object)
+        if not isinstance(float(value) if kind is float and type(value) is int else value, kind):
+            raise UserError(f"{path}: {key} must be of type {kind.__name__}, not"
+                            f" {json.dumps(value)}")
         if kind is dict:
             check_types(value, path)
 
@@ -665,6 +667,26 @@ def load_text_dataset(names, tokenizer, seq_len):
                         f" column 'text' ({type(error).__name__}: {str(error)[:200]})") from error
     return blocks.with_format("torch")
 
+
+def build_datasets(settings, seq_len, vocab_size, tokenizer):
+    """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
+    if settings.data == ["synthetic"]:
+        size = settings.num_samples or 4608
+        source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
+        held_out = math.ceil(size * settings.eval_fraction)
+        return (SyntheticTextDataset(size, **source),
+                SyntheticTextDataset(held_out, **source, first=size))
+    blocks, sizes = [], [None] * dist.get_world_size()
+    for turn in (True, False):  # one process of a host fills the cache, then the others read it
+        if turn == (os.environ["LOCAL_RANK"] == "0"):
+            blocks = load_text_dataset(settings.data, tokenizer, seq_len)
+        dist.all_gather_object(sizes, len(blocks))
+    if len(set(sizes)) > 1:
+        raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
+    rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
+    training = blocks.select(range(min(settings.num_samples or rest, rest)))
+    return training, blocks.select(range(rest, len(blocks)))
+
 # %% [markdown]
 # ## The shape of the model
 # The presets are GPT-2's published sizes. Three choices make the same function faster than the
@@ -716,7 +738,7 @@ if __name__ == "__main__":
 # Before anything is allocated, the peak of memory is reckoned from the shapes, for P parameters, N
 # processes and b bytes per number (2, or 4 in fp32):
 #
-# - parameters b·P, gradients b·P, and AdamW's states 12·P (the weights in fp32, two moments). ZeRO
+# - parameters bP, gradients bP, and AdamW's states 12P (the weights in fp32, two moments). ZeRO
 #   divides by N: stage 1 the states, 2 the gradients too, 3 the parameters too;
 # - activations: 16.2 numbers per token, layer and unit of width; with checkpointing, 1 and one
 #   layer's 16.2. Logits: the vocabulary, per token, and again as much for their gradient;
@@ -809,18 +831,13 @@ def command_line(settings, changes):
             ((f"--{name}", *value) if isinstance(value, list) else (f"--{name}={value}",))]
 
 
-def usual_tactics(settings):
-    """Those of `TACTICS` that go with `settings`: what is compiled does not run at ZeRO-3."""
-    return [tactic for tactic in TACTICS if not (settings.compile and "zero_stage=3" in tactic)]
-
-
 def cheapest_tactic(fits, settings, ds_config):
-    """The first of the tactics under which a micro-batch `fits`, as arguments that keep the
-    update's samples; None if there is none."""
+    """The first of `TACTICS` under which a micro-batch `fits`, as arguments that keep the update's
+    samples; None if there is none."""
     micro_batch = ds_config["train_micro_batch_size_per_gpu"]
     samples = micro_batch * ds_config["gradient_accumulation_steps"]
     offloads = {"offload_optimizer", "offload_param"} & ds_config["zero_optimization"].keys()
-    for tactic in usual_tactics(settings):
+    for tactic in TACTICS:
         if offloads and "offload" not in tactic:
             tactic += " offload=none"
         changed = parse_settings(["", *command_line(settings, tactic)])
@@ -929,15 +946,17 @@ def compare(settings, ds_config, ranks):
         raise UserError(f"--compare: starts {script}, which is not there; run it beside the file")
     half, odd = divmod(ds_config["train_micro_batch_size_per_gpu"], 2)
     twice = ds_config["gradient_accumulation_steps"] * 2
-    usual = (*usual_tactics(settings), "zero_stage=0", "dtype=fp32",
+    usual = (*TACTICS, "zero_stage=0", "dtype=fp32",
              f"micro_batch={half} grad_accum={twice}")
     base = dataclasses.replace(settings, compare=None, resume="never", stop_after=None)
+    own = {"compare", "plan", "plan_gpus", "output_dir", "resume", "log_every", "max_steps",
+           "stop_after", "save_every"}
     rows, arguments, folder = {}, {}, Path(settings.output_dir, "compare")
     for name in settings.compare or usual[:-1 if odd else None]:
+        if own & set(re.findall(r"(\w+)=", name)):
+            raise UserError(f"--compare {name!r}: sets {', '.join(sorted(own))} itself")
         arguments[name or "as set"] = command_line(base, name)
-        changed = parse_settings(["", *command_line(base, name)])  # refuse before anything runs
-        if changed.plan or changed.compare is not None:
-            raise UserError(f"--compare {name!r}: compares trainings")
+        parse_settings(["", *command_line(base, name)])  # refuse what is wrong before anything runs
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
@@ -1041,10 +1060,7 @@ def find_checkpoint(settings):
         for path in checkpoint_notes(root):
             try:
                 note = json.loads(path.read_text())
-                if not note.keys() >= {"run", "ranks", "zero_stage", "samples_per_update",
-                                       "history"}:
-                    raise ValueError("run.json is not a note of this file's")
-                for name, size in note["files"].items():
+                for name, size in (note["run"] and note["files"]).items():
                     file = path.parent / name
                     if file.stat().st_size != size or (
                             file.suffix == ".pt" and zipfile.ZipFile(file).testzip()):  # checksums
@@ -1080,18 +1096,21 @@ def continue_as(note, run, ds_config, ranks):
     before, now = note["zero_stage"], ds_config["zero_optimization"]["stage"]
     if before != now and 0 in (before, now):
         raise UserError(f"--resume: DeepSpeed cannot convert ZeRO stage {before} to {now}")
-    if now and (note["ranks"], before) != (ranks, now):
+    precision = [ds_config[name].get("enabled", False) for name in ("fp16", "bf16")]
+    if now and (note["ranks"], before, note["precision"]) != (ranks, now, precision):
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
 
 # %%
 if __name__ == "__main__":
     lock = None  # of an earlier run of this cell
     lock = lock_output(settings.output_dir)
-    checkpoint, note = find_checkpoint(settings)
+    training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
+    print0(f"{len(training):,} training samples, {len(held_out):,} held out")
     run = {"layers": config.n_layer, "heads": config.n_head, "width": config.n_embd,
            "vocabulary": config.vocab_size, "seq_len": seq_len, "data": settings.data,
-           "num_samples": settings.num_samples, "seed": settings.seed,
+           "number of samples": [len(training), len(held_out)], "seed": settings.seed,
            "pipeline_stages": settings.pipeline_stages}
+    checkpoint, note = find_checkpoint(settings)
     data_ranks = ranks // settings.pipeline_stages  # that many pipelines share out the data
     if checkpoint:
         continue_as(note, run, ds_config, data_ranks)
@@ -1107,26 +1126,6 @@ if __name__ == "__main__":
 # epoch spill into the first update of the next.
 
 # %%
-def build_datasets(settings, seq_len, vocab_size, tokenizer):
-    """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
-    if settings.data == ["synthetic"]:
-        size = settings.num_samples or 4608
-        source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
-        held_out = math.ceil(size * settings.eval_fraction)
-        return (SyntheticTextDataset(size, **source),
-                SyntheticTextDataset(held_out, **source, first=size))
-    blocks, sizes = [], [None] * dist.get_world_size()
-    for turn in (True, False):  # one process of a host fills the cache, then the others read it
-        if turn == (os.environ["LOCAL_RANK"] == "0"):
-            blocks = load_text_dataset(settings.data, tokenizer, seq_len)
-        dist.all_gather_object(sizes, len(blocks))
-    if len(set(sizes)) > 1:
-        raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
-    rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
-    training = blocks.select(range(min(settings.num_samples or rest, rest)))
-    return training, blocks.select(range(rest, len(blocks)))
-
-
 class UpdateSampler(DistributedSampler):
     """A rank's sample indices of an epoch: whole updates, from sample `start` on (to resume)."""
 
@@ -1176,14 +1175,13 @@ def updates(loader, accumulation, begin, end):
 
 # %%
 if __name__ == "__main__":
-    training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
     data_rank = rank % data_ranks  # neighbours are at the same stage of different pipelines
     loader = build_dataloader(training, micro_batch, accumulation, data_ranks, data_rank,
                               settings.seed)
     total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
     samples = micro_batch * accumulation * data_ranks
     unit = "processes" if ranks == data_ranks else "pipelines"
-    print0(f"{len(training):,} training samples, {len(held_out):,} held out\none update ="
+    print0("one update ="
            f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({unit}) ="
            f" {samples} samples = {samples * seq_len:,} tokens\n"
            f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
@@ -1224,8 +1222,11 @@ def build_model(config, settings, ds_config):
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     install_chunked_causal_lm_loss(model)
-    for block in model.transformer.h if settings.compile else ():
-        block.compile()  # one after the other, since they share what is compiled
+    if settings.compile and zero3:
+        print0("compile: nothing, since ZeRO-3 gathers weights amid what would be compiled")
+    elif settings.compile:
+        for block in model.transformer.h:  # all share what is compiled for the first
+            block.compile()
     return model
 
 
@@ -1484,9 +1485,10 @@ def save_checkpoint(engine, settings, run, history):
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
         raise fault(error) from error
     dist.barrier()
-    note = {"run": run, "samples_per_update": engine.train_batch_size(),
+    note = {"run": run, "samples_per_update": engine.train_batch_size(), "time": time.time(),
             "history": copy.deepcopy(history), "ranks": engine.dp_world_size,
-            "zero_stage": engine.zero_optimization_stage()}
+            "zero_stage": engine.zero_optimization_stage(),
+            "precision": [engine.fp16_enabled(), engine.bfloat16_enabled()]}
     seconds = time.perf_counter() - began
 
     def finish():
@@ -1557,6 +1559,8 @@ def load_checkpoint(engine, checkpoint, note):
             shutil.rmtree(universal)
     else:
         engine.load_checkpoint(checkpoint.parent, tag=checkpoint.name)
+    if engine.lr_scheduler is not None:  # the rate that was loaded is that of the run before
+        engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)
     print0(f"resume: continuing after update {engine.global_steps}")
     return note["history"]
 
@@ -1669,9 +1673,9 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
     Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
     signal that ended the training, 0 if none did. Raises `Fault` if nothing is learned any more.
     """
-    per_epoch, begin = loader.sampler.updates, engine.global_steps
-    end = min(total_updates, begin + (total_updates if settings.stop_after is None
-                                      else settings.stop_after))
+    per_epoch, begin, end = loader.sampler.updates, engine.global_steps, total_updates
+    if settings.stop_after is not None:
+        end = min(end, begin + settings.stop_after)
     epochs, width = math.ceil(total_updates / per_epoch), len(str(total_updates))
     tokens_per_update = engine.train_batch_size() * len(held_out[0]["input_ids"])
     visible = dist.get_rank() == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)

@@ -47,6 +47,19 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(train, whole, parts):
     assert losses == pytest.approx(expected, abs=2e-4)
 
 
+def test_a_new_rate_and_precision_hold_from_the_first_update(train, tmp_path):
+    """From the checkpoint that was saved last, whatever time a copy of the files bears."""
+    options = {"max_steps": 8, "num_samples": 256, "save_every": 2}
+    before = train(**options, stop_after=4, dtype="fp32").ok()
+    os.utime(tmp_path / "runs/gpt2/checkpoints/global_step2/run.json", (2e9, 2e9))
+    plain = train(**options, resume="auto", dtype="fp32", stop_after=1, output_dir="runs/gpt2").ok()
+    assert "continuing after update 4" in plain.out
+    after = train(**options, resume="runs/gpt2/checkpoints/global_step4", dtype="bf16", lr=1e-5, output_dir="b").ok()
+    assert "converting from 1 rank(s) at ZeRO-1" in after.out
+    assert float(after.lines[0][5]) < 1.01e-5 < float(before.lines[-1][5])
+    assert after.losses[5] == pytest.approx(plain.losses[5], rel=0.01)
+
+
 @pytest.mark.parametrize("harm", ["truncated", "missing", "flipped"])
 def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, harm):
     train(max_steps=4, save_every=1, stop_after=3).ok()
@@ -69,7 +82,8 @@ def test_another_training_is_refused(train, tmp_path):
     before = sorted(path.name for path in (tmp_path / "runs/gpt2/checkpoints").iterdir())
     for options, says in (
             ({"seq_len": 64}, "the seq_len there is 128, that of this run 64"), ({"seed": 5}, "the seed there is 1234"),
-            ({"num_samples": 300}, "the num_samples there is 256"),
+            ({"num_samples": 300}, "the number of samples there is [256, 13], that of this run [300, 15]"),
+            ({"eval_fraction": 0.1}, "the number of samples there is [256, 13]"),
             ({"micro_batch": 5}, "an update of 32 samples does not divide"),
             ({"zero_stage": 0}, "cannot convert ZeRO stage 1 to 0")):
         result = train(resume="auto", **options)
