@@ -74,7 +74,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
 from torch import distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from transformers.hf_argparser import HfArgumentParser
@@ -153,6 +153,7 @@ class Settings:
     # data
     data: list[str] | None = option(None, "synthetic, files, quoted globs, or a hub dataset")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
+    stream: bool = option(False, "tokenize while training, for data too large to store")
     num_samples: int | None = option(None, "synthetic training samples (4608), or a limit")
     eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
     # run
@@ -175,6 +176,7 @@ class Settings:
     micro_batch: int | None = option(None, "samples per process and forward pass")
     grad_accum: int | None = option(None, "micro-batches per update")
     pipeline_stages: int = option(1, "stages of a pipeline, each on a device of its own")
+    compress_gradients: bool = option(False, "send gradients in fewer bits")
     lr: float | None = option(None, "peak learning rate")
     memory_limit: float | None = option(None, "GiB of the GPU's memory that may be used (all)")
     # instead of training
@@ -208,6 +210,8 @@ class Settings:
                 ("data", len(kinds) < 2, f"cannot mix {' and '.join(sorted(kinds))} files"),
                 ("tokenizer", is_text or not self.tokenizer, "synthetic data are ids; give --data"),
                 ("prompt", is_text or not self.prompt, "synthetic data are ids; give --data"),
+                ("stream", not self.stream or (is_text and self.max_steps),
+                 "is for text without a known end: give --data and --max_steps"),
                 ("pipeline_stages", ranks % self.pipeline_stages == 0,
                  f"does not divide the {ranks} process(es): start a multiple of it"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
@@ -390,6 +394,14 @@ def apply_settings(config, settings):
     if fp16.get("enabled") and no_fp16:
         fp16["enabled"] = False
         print0("precision: fp32 instead of fp16, which this CPU does not have")
+    if settings.compress_gradients and dist.get_world_size() > 1:
+        if zero.get("stage") == 3 and torch.cuda.is_available():
+            zero |= {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+        elif fp16.get("enabled") or bf16.get("enabled"):
+            raise UserError("--compress_gradients: they travel in 16 bits already; DeepSpeed makes"
+                            " 4 of them at ZeRO stage 3 on GPUs only: --zero_stage 3")
+        else:
+            config["communication_data_type"] = "bf16"
 
 
 def complete_schedule(config, total_updates):
@@ -467,6 +479,8 @@ def load_ds_config(settings):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
     check_types(config, path)
     apply_settings(config, settings)
+    if settings.compress_gradients and dist.get_world_size() == 1:
+        print0("compress_gradients: nothing, since one process sends no gradients")
     swaps = '"nvme"' in json.dumps(config["zero_optimization"])
     if swaps and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible():
         raise UserError("offloading to NVMe reads through libaio, and compiles: run"
@@ -601,6 +615,9 @@ class SyntheticTextDataset(Dataset):
 # `datasets`: a corpus larger than RAM costs no more memory, the ranks of a host share one copy, and
 # a second run starts at once. The last blocks are held out.
 #
+# `--stream` stores nothing: each rank tokenizes its own share of the files while it trains, in their
+# order, over and over, and a checkpoint notes where. What it reads first is held out.
+#
 # Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns t+2.
 
 # %%
@@ -629,9 +646,10 @@ def read_text(files):
                 piece = following
 
 
-def load_text_dataset(names, tokenizer, seq_len):
+def load_text_dataset(names, tokenizer, seq_len, stream=False):
     """Blocks `{"input_ids": int64 (seq_len,)}` of text files, a document each, or of the rows of
-    .json(l), .csv or .parquet files or a hub dataset, a document each in the column `text`."""
+    .json(l), .csv or .parquet files or a hub dataset, a document each in the column `text`. As a
+    `stream`, nothing is read yet."""
     import datasets  # here, since it takes a second for which a synthetic run need not wait
 
     def pack(rows):
@@ -650,22 +668,64 @@ def load_text_dataset(names, tokenizer, seq_len):
             raise ValueError("empty")
         if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
             stamped = [(path, os.path.getsize(path), os.path.getmtime(path)) for path in files]
-            documents = datasets.Dataset.from_generator(
+            source = datasets.IterableDataset if stream else datasets.Dataset
+            documents = source.from_generator(
                 read_text, gen_kwargs={"files": stamped}, features=datasets.Features(
                     {"text": datasets.Value("string"), "last": datasets.Value("bool")}))
         elif files:
-            documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train")
+            documents = datasets.load_dataset(kinds.pop(), data_files=files, split="train",
+                                              streaming=stream)
         else:
-            documents = datasets.load_dataset(*names, split="train")  # its name, its configuration
+            documents = datasets.load_dataset(  # its name, its configuration
+                *names, split="train", streaming=stream)
         row = datasets.Sequence(datasets.Value("int32"), length=seq_len)
-        blocks = documents.map(pack, batched=True, remove_columns=documents.column_names,
+        columns = documents.column_names or list(next(iter(documents)))
+        blocks = documents.map(pack, batched=True, remove_columns=columns,
                                features=datasets.Features({"input_ids": row}))
+        if stream:
+            next(iter(blocks), None)  # what is wrong shows now
     except Exception as error:  # datasets wraps what went wrong; the innermost cause says it best
         while error.__cause__:
             error = error.__cause__
         raise UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
                         f" column 'text' ({type(error).__name__}: {str(error)[:200]})") from error
     return blocks.with_format("torch")
+
+
+class TextStream(IterableDataset):
+    """A rank's share of `blocks`, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
+
+    `position` is where the stream goes on after this sample. Set it to begin there.
+    """
+
+    def __init__(self, blocks, rank, ranks):
+        from datasets.distributed import split_dataset_by_node
+
+        self.blocks, self.position = split_dataset_by_node(blocks, rank, ranks), None
+
+    def __iter__(self):
+        position = self.position
+        while True:
+            blocks, start = copy.deepcopy(self.blocks), position
+            if start:
+                blocks.load_state_dict(start)
+            for block in blocks:
+                position = blocks.state_dict()
+                yield {"input_ids": block["input_ids"], "position": position}
+            if position is None:
+                raise UserError("--data: too little text for a sample of every process")
+            position = None
+
+
+def build_stream(settings, seq_len, tokenizer):
+    """`(training, held_out)`: a `TextStream`, and some 256 samples that come before it."""
+    ranks = dist.get_world_size() // settings.pipeline_stages
+    blocks = load_text_dataset(settings.data, tokenizer, seq_len, stream=True)
+    stream = TextStream(blocks, dist.get_rank() % ranks, ranks)
+    first = list(itertools.islice(stream, math.ceil(256 / ranks)))
+    stream.position, everyones = first[-1]["position"], [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [{"input_ids": sample["input_ids"]} for sample in first])
+    return stream, list(itertools.chain(*everyones[:ranks]))
 
 
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
@@ -676,6 +736,8 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
         held_out = math.ceil(size * settings.eval_fraction)
         return (SyntheticTextDataset(size, **source),
                 SyntheticTextDataset(held_out, **source, first=size))
+    if settings.stream:
+        return build_stream(settings, seq_len, tokenizer)
     blocks, sizes = [], [None] * dist.get_world_size()
     for turn in (True, False):  # one process of a host fills the cache, then the others read it
         if turn == (os.environ["LOCAL_RANK"] == "0"):
@@ -1104,17 +1166,22 @@ def continue_as(note, run, ds_config, ranks):
 if __name__ == "__main__":
     lock = None  # of an earlier run of this cell
     lock = lock_output(settings.output_dir)
+    data_ranks = ranks // settings.pipeline_stages  # that many pipelines share out the data
+    data_rank = rank % data_ranks  # neighbours are at the same stage of different pipelines
     training, held_out = build_datasets(settings, seq_len, config.vocab_size, tokenizer)
-    print0(f"{len(training):,} training samples, {len(held_out):,} held out")
+    size = 0 if settings.stream else len(training)  # a stream has none
+    print0(f"{size or 'a stream of'} training samples, {len(held_out)} held out")
     run = {"layers": config.n_layer, "heads": config.n_head, "width": config.n_embd,
            "vocabulary": config.vocab_size, "seq_len": seq_len, "data": settings.data,
-           "number of samples": [len(training), len(held_out)], "seed": settings.seed,
-           "pipeline_stages": settings.pipeline_stages}
+           "number of samples": [size, len(held_out)], "seed": settings.seed,
+           "pipeline_stages": settings.pipeline_stages,
+           "number of streams": data_ranks if settings.stream else 0}
     checkpoint, note = find_checkpoint(settings)
-    data_ranks = ranks // settings.pipeline_stages  # that many pipelines share out the data
     if checkpoint:
         continue_as(note, run, ds_config, data_ranks)
         accumulation = ds_config["gradient_accumulation_steps"]
+        if settings.stream:
+            training.position = json.loads(Path(checkpoint, f"stream{rank}.json").read_text())
 
 # %% [markdown]
 # ## Batches for every rank
@@ -1141,17 +1208,28 @@ class UpdateSampler(DistributedSampler):
         return self.stop - self.start
 
 
+def collate(samples):
+    """A micro-batch `{"input_ids": int64 (micro_batch, seq_len), "position"}` of samples."""
+    return {"input_ids": torch.stack([sample["input_ids"] for sample in samples]),
+            "position": samples[-1].get("position")}
+
+
 def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
-    """A loader of micro-batches `{"input_ids": int64 (micro_batch, seq_len)}` for `rank`."""
-    sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
-    if not sampler.updates:
+    """A loader of micro-batches for `rank`, with its number of `updates` per epoch."""
+    sampler, length = None, sys.maxsize  # of a stream
+    if not isinstance(dataset, IterableDataset):
+        sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
+        length = sampler.updates
+    if not length:
         raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation}"
                         f" (accumulation) x {ranks} (processes) samples, and the data has"
                         f" {len(dataset)}: lower --micro_batch, --grad_accum, --seq_len")
     on_gpu = torch.cuda.is_available()  # a process of its own makes batches while the GPU computes
-    return DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
-                      num_workers=int(on_gpu), worker_init_fn=init_worker,
-                      prefetch_factor=2 * accumulation if on_gpu else None)
+    loader = DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
+                        num_workers=int(on_gpu), worker_init_fn=init_worker, collate_fn=collate,
+                        prefetch_factor=2 * accumulation if on_gpu else None)
+    loader.updates = length
+    return loader
 
 
 def init_worker(worker):
@@ -1165,27 +1243,27 @@ def init_worker(worker):
 def updates(loader, accumulation, begin, end):
     """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, over all epochs."""
     while begin < end:
-        epoch, done = divmod(begin, loader.sampler.updates)
-        loader.sampler.set_epoch(epoch)
-        loader.sampler.start = done * accumulation * loader.batch_size
-        batches, count = iter(loader), min(loader.sampler.updates - done, end - begin)
+        epoch, done = divmod(begin, loader.updates)
+        if isinstance(loader.sampler, UpdateSampler):
+            loader.sampler.set_epoch(epoch)
+            loader.sampler.start = done * accumulation * loader.batch_size
+        batches, count = iter(loader), min(loader.updates - done, end - begin)
         for _ in range(count):
             yield epoch, [next(batches) for _ in range(accumulation)]
         begin += count
 
 # %%
 if __name__ == "__main__":
-    data_rank = rank % data_ranks  # neighbours are at the same stage of different pipelines
     loader = build_dataloader(training, micro_batch, accumulation, data_ranks, data_rank,
                               settings.seed)
-    total_updates = settings.max_steps or settings.epochs * loader.sampler.updates
+    total_updates = settings.max_steps or settings.epochs * loader.updates
     samples = micro_batch * accumulation * data_ranks
     unit = "processes" if ranks == data_ranks else "pipelines"
     print0("one update ="
            f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({unit}) ="
            f" {samples} samples = {samples * seq_len:,} tokens\n"
-           f"{loader.sampler.updates} updates per epoch, {total_updates} in all")
-    ids = training[next(iter(loader.sampler))]["input_ids"]
+           f"{min(loader.updates, total_updates)} updates per epoch, {total_updates} in all")
+    ids = next(iter(loader))["input_ids"][0]
     text = tokenizer.decode(ids) if tokenizer else str(ids.tolist())
     print0(f"the first sample: {text[:80]!r}...")
 
@@ -1370,6 +1448,31 @@ if __name__ == "__main__":
     memory_gib("with the engine")
 
 # %% [markdown]
+# ## What travels between processes
+# The gradients of P parameters in b bytes, bP per update (at ZeRO-2 and 3 per micro-batch), and the
+# weights: at ZeRO-1 and 2 the new ones, once, at ZeRO-3 all of them for each forward and backward
+# pass. The first update of a run counts the bytes.
+#
+# `--compress_gradients` sends fewer: bf16 instead of fp32 (`communication_data_type`), or at ZeRO-3
+# on GPUs 4 bits instead of 16, and weights in 8 (ZeRO++). 1-bit Adam, which tutorials name, is gone
+# from DeepSpeed, and so is LoCo, which corrected ZeRO++'s rounding.
+
+# %%
+@contextlib.contextmanager
+def counted_bytes():
+    """Yield `{collective: bytes}`, filled at the end: what this rank has given to them meanwhile.
+
+    DeepSpeed waits for each collective in order to time it, so this is for single updates.
+    """
+    logger, sent = deepspeed.comm.comm.comms_logger, {}
+    enabled, logger.enabled, logger.prof_all = logger.enabled, True, True
+    logger.reset_data()
+    yield sent
+    logger.enabled = enabled
+    for name, sizes in logger.get_raw_data().items():
+        sent[name] = sum(size * count for size, (count, *_) in sizes.items())
+
+# %% [markdown]
 # ## One training step
 # One update = accumulation × (forward, backward, step). Call all three for every micro-batch: the
 # engine divides the loss by the accumulation, counts, and updates at the last one. Dividing it
@@ -1449,9 +1552,10 @@ def count_bytes_per_token(dataset, tokenizer):
 # holds empty placeholders: each parameter must first be gathered.
 
 # %%
-def save_checkpoint(engine, settings, run, history):
+def save_checkpoint(engine, settings, run, history, position=None):
     """Write `checkpoints/global_stepN.part`. Called by all ranks. Raises `Fault` if it cannot.
 
+    `position` is where this rank's `TextStream` goes on.
     Returns what makes it count: `finish()` waits for the disk, beside the training if it likes,
     renames the folder, removes the oldest, and returns a line about it.
     """
@@ -1482,6 +1586,8 @@ def save_checkpoint(engine, settings, run, history):
     dist.barrier()
     try:
         engine.save_checkpoint(root, tag=part.name, save_latest=False)
+        if position:
+            (part / f"stream{dist.get_rank()}.json").write_text(json.dumps(position))
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
         raise fault(error) from error
     dist.barrier()
@@ -1673,7 +1779,7 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
     Appends `(update, loss)` to `history["train"]` and `history["eval"]`. Returns the number of the
     signal that ended the training, 0 if none did. Raises `Fault` if nothing is learned any more.
     """
-    per_epoch, begin, end = loader.sampler.updates, engine.global_steps, total_updates
+    per_epoch, begin, end = loader.updates, engine.global_steps, total_updates
     if settings.stop_after is not None:
         end = min(end, begin + settings.stop_after)
     epochs, width = math.ceil(total_updates / per_epoch), len(str(total_updates))
@@ -1687,7 +1793,9 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
         accumulation = engine.gradient_accumulation_steps()
         for epoch, micro_batches in updates(loader, accumulation, begin, end):
             lr, skipped = engine.get_lr()[0], engine.skipped_steps
-            loss = train_step(engine, micro_batches)
+            counting = engine.global_steps == begin and dist.get_world_size() > 1
+            with counted_bytes() if counting else contextlib.nullcontext({}) as sent:
+                loss = train_step(engine, micro_batches)
 
             # ---- The training ends here. What follows is signals, diagnostics and saving. ----
             step, stop = engine.global_steps, agreed_signal(received, runner, engine.device)
@@ -1699,6 +1807,9 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
             if logging or saving or skips:
                 loss = mean_loss(engine, loss, saving)
                 norm = float(engine.get_global_grad_norm() or math.nan)
+            if sent:
+                write("an update sends, in MiB per process: " + ", ".join(
+                    f"{name} {size / 2**20:.2f}" for name, size in sent.items()))
             if skips:
                 write(f"update {step} skipped: gradient norm {norm}, loss scale now"
                       f" {loss_scale(engine):.0f}")
@@ -1721,7 +1832,8 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
             if saving:
                 if pending:
                     pending.result()
-                finish = save_checkpoint(engine, settings, run, history)
+                finish = save_checkpoint(engine, settings, run, history,
+                                         micro_batches[-1]["position"])
                 pending = writer.submit(lambda finish=finish: write(finish()))
             clock += time.perf_counter() - pause
             if stop:

@@ -1,0 +1,79 @@
+"""Text that is tokenized while it is trained on: every rank's share, and where a resumed run goes on."""
+
+import itertools
+import json
+
+import pytest
+
+
+@pytest.fixture
+def corpus(tmp_path, prose):
+    """Documents in so many files, of which each line has its own text."""
+
+    def write(files):
+        folder = tmp_path / f"corpus{files}"
+        folder.mkdir()
+        documents = [f"{number} {text}" for number, text in enumerate(prose.split("\n\n"))]
+        for number in range(files):
+            lines = (json.dumps({"text": text}) for text in documents[number::files])
+            (folder / f"{number}.jsonl").write_text("\n".join(lines))
+        return str(folder / "*.jsonl")
+
+    return write
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
+    """Nothing twice, nothing missing but the rest of a batch of documents, in every pass."""
+    names, tokenizer = [corpus(files)], gpt2.load_tokenizer("byte")
+    blocks = gpt2.load_text_dataset(names, tokenizer, 128, stream=True)
+    expected = sorted(tuple(block["input_ids"].tolist()) for block in blocks)
+    assert len(expected) > 1000
+    shares = []
+    for rank in range(2):
+        stream = gpt2.TextStream(blocks, rank, 2)
+        ids = [tuple(sample["input_ids"].tolist()) for sample in itertools.islice(iter(stream), 2 * len(expected))]
+        period = ids.index(ids[0], 1)
+        assert ids[period:2 * period] == ids[:period]
+        shares += ids[:period]
+    assert len(shares) == pytest.approx(len(expected), abs=files) and len(set(shares)) > len(shares) - 5
+    assert files > 1 or sorted(shares) == expected  # of several files, the ranks pack different ones together
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_a_position_goes_on_after_its_sample(gpt2, corpus, files):
+    """Also at the last sample of a pass, and through the JSON of a checkpoint."""
+    blocks = gpt2.load_text_dataset([corpus(files)], gpt2.load_tokenizer("byte"), 512, stream=True)
+    length = sum(1 for _ in gpt2.TextStream(blocks, 0, 2).blocks)
+    samples = list(itertools.islice(gpt2.TextStream(blocks, 0, 2), length + 20))
+    for number in (0, 7, length // 2, length - 2, length - 1, length, length + 5):
+        stream = gpt2.TextStream(blocks, 0, 2)
+        stream.position = json.loads(json.dumps(samples[number]["position"]))
+        following = next(iter(stream))["input_ids"]
+        assert following.tolist() == samples[number + 1]["input_ids"].tolist(), number
+
+
+def test_the_curve_goes_on(train, corpus):
+    """On two ranks, into the second pass over the text; what is held out is the same."""
+    options = {"ranks": 2, "data": corpus(2), "tokenizer": "byte", "dtype": "fp32", "seq_len": 64, "num_samples": None,
+               "max_steps": 12, "micro_batch": 32}
+    whole = train("--stream", output_dir="whole", **options).ok()
+    parts = [train("--stream", "--resume", "auto", output_dir="parts", **options | extra).ok()
+             for extra in ({"stop_after": 5}, {})]
+    assert parts[0].losses | parts[1].losses == whole.losses and list(parts[1].losses) == list(range(6, 13))
+    before = [next(line for line in run.out.splitlines() if line.startswith("held out, before")) for run in (whole, parts[0])]
+    assert before[0] == before[1] and "a stream of training samples, 256 held out" in whole.out
+    options.pop("ranks")
+    alone = train("--stream", "--resume", "auto", output_dir="parts", **options)
+    assert alone.rc == 2 and "number of streams there is 2, that of this run 1" in alone.errors[0]
+
+
+@pytest.mark.parametrize("text, flags, says", [
+    (None, ["--max_steps", 3], "give --data and --max_steps"), ("x" * 9999, [], "give --data and --max_steps"),
+    ("short", ["--max_steps", 3], "too little text"), (b"\xff" * 999, ["--max_steps", 3], "UnicodeDecodeError")])
+def test_what_cannot_be_streamed(train, tmp_path, text, flags, says):
+    if text:
+        (tmp_path / "text.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+        flags = [*flags, "--data", "text.txt", "--tokenizer", "byte"]
+    result = train("--stream", *flags, max_steps=None, num_samples=None)
+    assert result.rc == 2 and len(result.errors) == 1 and says in result.errors[0]
