@@ -202,6 +202,7 @@ class Settings:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
                 ("eval_fraction", self.eval_fraction < 1, "must lie between 0 and 1"),
+                ("compare", self.compare is None or not self.plan, "or --plan: one of them"),
                 ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
                 ("offload", re.fullmatch("none|optimizer|all|nvme:.+", self.offload or "none"),
@@ -449,18 +450,22 @@ def start_engine(model, parameters, config):
 JSON_TYPES = {
     dict: "optimizer params scheduler fp16 bf16 zero_optimization offload_optimizer offload_param"
           " tensorboard csv_monitor wandb comet",
-    int: "train_micro_batch_size_per_gpu gradient_accumulation_steps stage warmup_num_steps",
+    int: "train_micro_batch_size_per_gpu gradient_accumulation_steps stage warmup_num_steps"
+         " total_num_steps",
     float: "lr eps weight_decay gradient_clipping cos_min_ratio warmup_min_ratio",
     bool: "enabled torch_adam fused", str: "type", list: "betas"}
 
 
 def check_types(part, path):
-    """Refuse a value of the wrong type in `part` of the JSON: DeepSpeed would not name the key."""
+    """Refuse a value in `part` of the JSON that DeepSpeed would accept, or not name by its key."""
     for key, value in part.items():
         kind = next((kind for kind, keys in JSON_TYPES.items() if key in keys.split()), object)
         if not isinstance(float(value) if kind is float and type(value) is int else value, kind):
             raise UserError(f"{path}: {key} must be of type {kind.__name__}, not"
                             f" {json.dumps(value)}")
+        if kind in (int, float) and value < 0 or key == "warmup_type" and value not in (
+                "linear", "log") or key == "betas" and len(value) != 2:
+            raise UserError(f"{path}: {key} cannot be {json.dumps(value)}")
         if kind is dict:
             check_types(value, path)
 
@@ -615,7 +620,7 @@ class SyntheticTextDataset(Dataset):
 # `datasets`: a corpus larger than RAM costs no more memory, the ranks of a host share one copy, and
 # a second run starts at once. The last blocks are held out.
 #
-# `--stream` stores nothing: each rank tokenizes its own share of the files while it trains, in their
+# `--stream` stores nothing: each rank tokenizes its share of the files while it trains, in their
 # order, over and over, and a checkpoint notes where. What it reads first is held out.
 #
 # Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns t+2.

@@ -51,6 +51,7 @@ def test_the_arguments_of_a_kernel_are_not_ours(gpt2):
     (["--dtype", "int8"], "int8"), (["--log_every", "0"], "at least 1"), (["stray"], "stray"),
     (["--data", "none.txt"], "--data none.txt: no such file as none.txt"), (["--offload", "nvme:"], "--offload nvme:"),
     (["--data", __file__, "nosuch"], "no such file as nosuch"), (["--seed", "9" * 20], "below 2**63"),
+    (["--plan", "--compare"], "--plan: one of them"), (["--stream"], "give --data and --max_steps"),
     (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     (["--output_dir", "/dev/null/x"], "--output_dir /dev/null/x: cannot write to /dev/null")])
 def test_bad_flags(gpt2, refused, flags, says):
@@ -141,7 +142,10 @@ def test_other_schedules(gpt2, ds_json, scheduler):
     ({"scheduler.params.cos_min_ratio": "a"}, "cos_min_ratio must be of type float"),
     ({"scheduler.type": 3}, "type must be of type str, not 3"), ({"fp16.enabled": "maybe"}, "enabled must be of type bool"), ({"optimizer.params.max_grad_norm": 1}, "gradient_clipping"),
     ({"scheduler.type": "Cosine"}, "Cosine"), ({"scheduler.params.warmup_steps": 3}, "warmup_steps"),
-    ({"scheduler.params.warmup_num_steps": -3}, "warmup_num_steps"),
+    ({"scheduler.params.warmup_num_steps": -3}, "warmup_num_steps cannot be -3"),
+    ({"scheduler.params.warmup_type": "quadratic"}, 'warmup_type cannot be "quadratic"'),
+    ({"gradient_clipping": -1}, "gradient_clipping cannot be -1"),
+    ({"optimizer.params.betas": [0.9, 0.95, 0.99]}, "betas cannot be"),
     ({"train_micro_batch_size_per_gpu": 0}, "icro"), ({"train_micro_batch_size_per_gpu": "auto"}, "auto"),
     ({"train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu"),
     ({"train_batch_size": 31}, "train_batch_size"), ({"gradient_clipping": "x"}, "json"),
