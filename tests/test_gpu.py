@@ -86,3 +86,24 @@ def test_default_run_fits_a_t4(train, tmp_path):
     result = train("--num_samples", "1024", max_steps=None, num_samples=None, epochs=2, log_every=8).ok()
     assert max(float(line[12]) for line in result.lines) < 13
     assert min(result.losses.values()) < 7 and (tmp_path / "runs/gpt2/model/model.safetensors").is_file()
+
+
+def test_a_stream_goes_on_where_it_was(train, tmp_path, prose):
+    """The loader's process reads ahead, on a GPU: the position that counts is that of what was trained on."""
+    (tmp_path / "text.txt").write_text(prose)
+    options = {"data": "text.txt", "tokenizer": "byte", "model": "nano", "dtype": "fp32", "num_samples": None,
+               "max_steps": 8}
+    whole = train("--stream", output_dir="whole", **options).ok()
+    parts = [train("--stream", "--resume", "auto", output_dir="parts", **options | extra).ok()
+             for extra in ({"stop_after": 3}, {})]
+    assert parts[0].losses | parts[1].losses == pytest.approx(whole.losses, abs=1e-3)
+
+
+def test_quantized_weights_and_gradients_learn(train, ds_json):
+    """ZeRO++ compiles and trains; on one GPU nothing travels, but it packs and unpacks all the same."""
+    path = ds_json({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True,
+                                          "stage3_param_persistence_threshold": 0}})
+    options = {"model": "nano", "dtype": "bf16", "max_steps": 20, "num_samples": 1024}
+    plain, quantized = train(zero_stage=3, **options).ok(), train(deepspeed_config=path, **options).ok()
+    assert quantized.losses[20] < quantized.losses[1] - 1
+    assert quantized.losses[20] == pytest.approx(plain.losses[20], rel=0.05) != plain.losses[20]
