@@ -154,7 +154,7 @@ class Settings:
     data: list[str] | None = option(None, "synthetic, files, quoted globs, or a hub dataset")
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
     num_samples: int | None = option(None, "synthetic training samples (4608), or a limit")
-    eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
+    eval_fraction: float | None = option(None, "share held out (0.05, up to 1024 samples)")
     # run
     epochs: int = option(2, "passes over the data")
     max_steps: int | None = option(None, "updates; replaces epochs, and the schedule spans it")
@@ -199,7 +199,7 @@ class Settings:
         folder = Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
-                ("eval_fraction", self.eval_fraction < 1, "must lie between 0 and 1"),
+                ("eval_fraction", (self.eval_fraction or 0) < 1, "must lie between 0 and 1"),
                 ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
                 ("offload", re.fullmatch("none|optimizer|all|nvme:.+", self.offload or "none"),
@@ -670,12 +670,16 @@ def load_text_dataset(names, tokenizer, seq_len):
 
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
     """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
+
+    def held_out_of(size):  # no more than serves: a share of a large text takes long to evaluate
+        share = math.ceil(size * (settings.eval_fraction or 0.05))
+        return share if settings.eval_fraction else min(share, 1024)
+
     if settings.data == ["synthetic"]:
         size = settings.num_samples or 4608
         source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
-        held_out = math.ceil(size * settings.eval_fraction)
         return (SyntheticTextDataset(size, **source),
-                SyntheticTextDataset(held_out, **source, first=size))
+                SyntheticTextDataset(held_out_of(size), **source, first=size))
     blocks, sizes = [], [None] * dist.get_world_size()
     for turn in (True, False):  # one process of a host fills the cache, then the others read it
         if turn == (os.environ["LOCAL_RANK"] == "0"):
@@ -683,7 +687,7 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
         dist.all_gather_object(sizes, len(blocks))
     if len(set(sizes)) > 1:
         raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
-    rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
+    rest = len(blocks) - held_out_of(len(blocks))
     training = blocks.select(range(min(settings.num_samples or rest, rest)))
     return training, blocks.select(range(rest, len(blocks)))
 

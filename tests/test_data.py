@@ -121,6 +121,13 @@ def test_held_out_blocks_are_not_trained_on(gpt2, byte, tmp_path, prose):
     assert len(held_out) == math.ceil(0.1 * (len(training) + len(held_out)))
 
 
+def test_no_more_of_a_large_text_is_held_out_than_serves(gpt2, byte, tmp_path, prose):
+    data = text_files(tmp_path, prose[:400_000])
+    sizes = [len(gpt2.build_datasets(gpt2.Settings(data=data, eval_fraction=fraction), 16, 384, byte)[1])
+             for fraction in (None, 0.05)]
+    assert sizes[0] == 1024 and sizes[1] >= 1250
+
+
 def test_num_samples_limits_a_text_but_not_what_is_held_out(gpt2, byte, tmp_path, prose):
     data = text_files(tmp_path, prose[:100_000])
     _, all_held_out = gpt2.build_datasets(gpt2.Settings(data=data), 64, 384, byte)
