@@ -4,11 +4,12 @@ import gc
 import json
 import math
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 @pytest.mark.parametrize("structure, zipf", [(0.9, 1.0), (0.5, 0.0), (0.0, 1.2), (1.0, 1.0)])
@@ -170,6 +171,19 @@ def test_resuming_skips_exactly_what_was_seen(gpt2):
     whole = shares(gpt2, 50, 6, 2, 3)
     rest = shares(gpt2, 50, 6, 2, 3, start=6)
     assert [share[6:] for share in whole] == rest
+
+
+def test_the_order_is_that_of_torch_without_its_list(gpt2):
+    """A list of Python's ints would take 36 bytes per sample and rank."""
+    sampler = gpt2.UpdateSampler(range(300_001), 8, 3, 1, seed=7)
+    sampler.set_epoch(2)
+    tracemalloc.start()
+    first = next(iter(sampler))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = list(DistributedSampler.__iter__(sampler))
+    assert list(sampler) == expected[:len(sampler)] and first == expected[0] and type(first) is int
+    assert peak < 100_000
 
 
 def test_updates_close_at_the_end_of_an_epoch(gpt2):
