@@ -657,7 +657,9 @@ def load_text_dataset(names, tokenizer, seq_len):
         else:
             documents = datasets.load_dataset(*names, split="train")  # its name, its configuration
         row = datasets.Sequence(datasets.Value("int32"), length=seq_len)
-        blocks = documents.map(pack, batched=True, remove_columns=documents.column_names,
+        size = 100 if "last" in documents.column_names else 1000  # 1.6 MB; rows are often short
+        blocks = documents.map(pack, batched=True, batch_size=size,
+                               remove_columns=documents.column_names,
                                features=datasets.Features({"input_ids": row}))
     except Exception as error:  # datasets wraps what went wrong; the innermost cause says it best
         while error.__cause__:
