@@ -155,7 +155,7 @@ class Settings:
     tokenizer: str | None = option(None, "gpt2, byte (no download), or a folder or hub name")
     stream: bool = option(False, "tokenize while training, for data too large to store")
     num_samples: int | None = option(None, "synthetic training samples (4608), or a limit")
-    eval_fraction: float = option(0.05, "share of the data that is held out for evaluation")
+    eval_fraction: float | None = option(None, "share held out (0.05, up to 1024 samples)")
     # run
     epochs: int = option(2, "passes over the data")
     max_steps: int | None = option(None, "updates; replaces epochs, and the schedule spans it")
@@ -201,7 +201,7 @@ class Settings:
         folder = Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
-                ("eval_fraction", self.eval_fraction < 1, "must lie between 0 and 1"),
+                ("eval_fraction", (self.eval_fraction or 0) < 1, "must lie between 0 and 1"),
                 ("compare", self.compare is None or not self.plan, "or --plan: one of them"),
                 ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
@@ -685,7 +685,8 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
                 *names, split="train", streaming=stream)
         row = datasets.Sequence(datasets.Value("int32"), length=seq_len)
         columns = documents.column_names or list(next(iter(documents)))
-        blocks = documents.map(pack, batched=True, remove_columns=columns,
+        size = 100 if "last" in columns else 1000  # pieces of 16 KiB, or rows, often short
+        blocks = documents.map(pack, batched=True, batch_size=size, remove_columns=columns,
                                features=datasets.Features({"input_ids": row}))
         if stream:
             next(iter(blocks), None)  # what is wrong shows now
@@ -735,12 +736,16 @@ def build_stream(settings, seq_len, tokenizer):
 
 def build_datasets(settings, seq_len, vocab_size, tokenizer):
     """`(training, held_out)` samples `{"input_ids": int64 (seq_len,)}`. Called by all ranks."""
+
+    def held_out_of(size):  # no more than serves: a share of a large text takes long to evaluate
+        share = math.ceil(size * (settings.eval_fraction or 0.05))
+        return share if settings.eval_fraction else min(share, 1024)
+
     if settings.data == ["synthetic"]:
         size = settings.num_samples or 4608
         source = {"seq_len": seq_len, "vocab_size": min(1024, vocab_size), "seed": settings.seed}
-        held_out = math.ceil(size * settings.eval_fraction)
         return (SyntheticTextDataset(size, **source),
-                SyntheticTextDataset(held_out, **source, first=size))
+                SyntheticTextDataset(held_out_of(size), **source, first=size))
     if settings.stream:
         return build_stream(settings, seq_len, tokenizer)
     blocks, sizes = [], [None] * dist.get_world_size()
@@ -750,7 +755,7 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
         dist.all_gather_object(sizes, len(blocks))
     if len(set(sizes)) > 1:
         raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
-    rest = len(blocks) - math.ceil(len(blocks) * settings.eval_fraction)
+    rest = len(blocks) - held_out_of(len(blocks))
     training = blocks.select(range(min(settings.num_samples or rest, rest)))
     return training, blocks.select(range(rest, len(blocks)))
 
@@ -1206,8 +1211,10 @@ class UpdateSampler(DistributedSampler):
         self.updates = len(dataset) // (per_update * ranks)
         self.start, self.stop = 0, self.updates * per_update
 
-    def __iter__(self):
-        return itertools.islice(super().__iter__(), self.start, self.stop)
+    def __iter__(self):  # as in torch, which makes a list: 40 bytes for each sample
+        random = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.dataset), generator=random).numpy()
+        return map(int, order[self.rank::self.num_replicas][self.start:self.stop])
 
     def __len__(self):
         return self.stop - self.start

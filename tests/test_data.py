@@ -4,11 +4,12 @@ import gc
 import json
 import math
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 @pytest.mark.parametrize("structure, zipf", [(0.9, 1.0), (0.5, 0.0), (0.0, 1.2), (1.0, 1.0)])
@@ -121,6 +122,13 @@ def test_held_out_blocks_are_not_trained_on(gpt2, byte, tmp_path, prose):
     assert len(held_out) == math.ceil(0.1 * (len(training) + len(held_out)))
 
 
+def test_no_more_of_a_large_text_is_held_out_than_serves(gpt2, byte, tmp_path, prose):
+    data = text_files(tmp_path, prose[:400_000])
+    sizes = [len(gpt2.build_datasets(gpt2.Settings(data=data, eval_fraction=fraction), 16, 384, byte)[1])
+             for fraction in (None, 0.05)]
+    assert sizes[0] == 1024 and sizes[1] >= 1250
+
+
 def test_num_samples_limits_a_text_but_not_what_is_held_out(gpt2, byte, tmp_path, prose):
     data = text_files(tmp_path, prose[:100_000])
     _, all_held_out = gpt2.build_datasets(gpt2.Settings(data=data), 64, 384, byte)
@@ -163,6 +171,19 @@ def test_resuming_skips_exactly_what_was_seen(gpt2):
     whole = shares(gpt2, 50, 6, 2, 3)
     rest = shares(gpt2, 50, 6, 2, 3, start=6)
     assert [share[6:] for share in whole] == rest
+
+
+def test_the_order_is_that_of_torch_without_its_list(gpt2):
+    """A list of Python's ints would take 36 bytes per sample and rank."""
+    sampler = gpt2.UpdateSampler(range(300_001), 8, 3, 1, seed=7)
+    sampler.set_epoch(2)
+    tracemalloc.start()
+    first = next(iter(sampler))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = list(DistributedSampler.__iter__(sampler))
+    assert list(sampler) == expected[:len(sampler)] and first == expected[0] and type(first) is int
+    assert peak < 100_000
 
 
 def test_updates_close_at_the_end_of_an_epoch(gpt2):
