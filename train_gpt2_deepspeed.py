@@ -196,6 +196,8 @@ class Settings:
                    and (files or Path(name).suffix in FORMATS)]
         kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
         ranks = self.plan_gpus or int(os.environ.get("WORLD_SIZE", 1))
+        # Of a host's files, rank 0 speaks now, others once all have met: they would be awaited.
+        first = int(os.environ.get("RANK", 0)) == 0
         folder = Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
@@ -214,7 +216,7 @@ class Settings:
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
-            if not good:
+            if not good and (first or name not in ("data", "resume", "output_dir")):
                 value = " ".join(self.data) if name == "data" else getattr(self, name)
                 raise UserError(f"--{name} {value}: {rule}")
 
