@@ -198,6 +198,8 @@ class Settings:
                    and (files or Path(name).suffix in FORMATS)]
         kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
         ranks = self.plan_gpus or int(os.environ.get("WORLD_SIZE", 1))
+        # Of a host's files, rank 0 speaks now, others once all have met: they would be awaited.
+        first = int(os.environ.get("RANK", 0)) == 0
         folder = Path(self.output_dir).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
@@ -219,7 +221,7 @@ class Settings:
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
-            if not good:
+            if not good and (first or name not in ("data", "resume", "output_dir")):
                 value = " ".join(self.data) if name == "data" else getattr(self, name)
                 raise UserError(f"--{name} {value}: {rule}")
 
@@ -272,6 +274,26 @@ def local_world_size():
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
 
 
+def came_from_outside(kind, error, peers):
+    """Whether `error` ends this process without a traceback: Ctrl-C, or a connection that broke.
+
+    Of the latter, one process per host tells. `peers`: the host and the pid of each rank.
+    """
+    if "gloo/transport" not in str(error):
+        return kind is KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, who saw it as well
+    time.sleep(2)  # a process outlasts its connections; and the launcher should see it end first
+    running = {process.pid for process in psutil.process_iter(["status"])
+               if process.info["status"] != psutil.STATUS_ZOMBIE}
+    here = {rank: pid for rank, (host, pid) in enumerate(peers) if host == socket.gethostname()}
+    ended = [f"rank {rank} (process {pid})" for rank, pid in here.items() if pid not in running]
+    if os.getpid() == next(pid for pid in here.values() if pid in running):
+        why = re.sub(r"(?s).*?\.cc:\d+\] |\. .*", "", str(error))
+        Fault(f"lost {', '.join(ended) or 'a rank, which its host or its own line names'} ({why});"
+              " --resume auto continues")
+    return True
+
+
 def init_distributed():
     """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
     single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
@@ -306,8 +328,9 @@ def init_distributed():
                         f" ({error}); is the port taken? Try another --master_port") from error
     # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    hook = sys.excepthook  # Ctrl-C outside the training ends the run as well, without a traceback
-    sys.excepthook = lambda kind, *error: kind is KeyboardInterrupt or hook(kind, *error)
+    peers, hook = [None] * dist.get_world_size(), sys.excepthook
+    dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
+    sys.excepthook = lambda *error: came_from_outside(*error[:2], peers) or hook(*error)
     return dist.get_rank(), dist.get_world_size()
 
 # %%
