@@ -321,11 +321,13 @@ def init_distributed():
     else:
         raise UserError(f"no GPU for process {local_rank} of this host, which has"
                         f" {accelerator.device_count()}: start one process per GPU")
-    try:  # so long may one rank tokenize while the others wait
-        deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(hours=2))
+    try:
+        deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(minutes=30))
     except RuntimeError as error:
         raise UserError(f"cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                        f" ({error}); is the port taken? Try another --master_port") from error
+                        f" ({error}); is the port taken (try another --master_port), or, on several hosts,"
+                        " do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME need to name the network"
+                        " interface?") from error
     # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     peers, hook = [None] * dist.get_world_size(), sys.excepthook
@@ -525,7 +527,8 @@ def load_ds_config(settings):
     if settings.plan_gpus and get_accelerator().device_name() == "cpu":
         rehearsal["fp16"]["enabled"] = False  # a plan for another machine
     complete_schedule(rehearsal, 10**6)
-    op = swaps or not config["optimizer"].get("params", {}).get("torch_adam")
+    op = (swaps or '"zero_quantized_' in json.dumps(config["zero_optimization"])
+          or not config["optimizer"].get("params", {}).get("torch_adam"))
     if op:
         print0("DeepSpeed compiles an op now, unless it has been before")
     try:
@@ -539,7 +542,8 @@ def load_ds_config(settings):
         engine.step()
     except Exception as error:  # of many types, and all about the file
         builds = any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
-        hint = ('; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
+        arch = "TORCH_CUDA_ARCH_LIST" in os.environ and "invalid literal" in str(error)
+        hint = ("; unset TORCH_CUDA_ARCH_LIST, which DeepSpeed cannot read" if arch else '; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
                 " ninja and, for a GPU, nvcc" if op and builds else
                 "; --compile needs a C++ compiler and python3-dev" if settings.compile else "")
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
@@ -772,10 +776,11 @@ def build_datasets(settings, seq_len, vocab_size, tokenizer):
     if settings.stream:
         return build_stream(settings, seq_len, tokenizer)
     blocks, sizes = [], [None] * dist.get_world_size()
+    patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
     for turn in (True, False):  # one process of a host fills the cache, then the others read it
         if turn == (os.environ["LOCAL_RANK"] == "0"):
             blocks = load_text_dataset(settings.data, tokenizer, seq_len)
-        dist.all_gather_object(sizes, len(blocks))
+        dist.all_gather_object(sizes, len(blocks), group=patient)
     if len(set(sizes)) > 1:
         raise UserError(f"--data: the hosts do not see the same files: {sizes} samples by rank")
     rest = len(blocks) - held_out_of(len(blocks))
