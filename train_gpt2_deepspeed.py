@@ -325,9 +325,9 @@ def init_distributed():
         deepspeed.init_distributed(verbose=False, timeout=datetime.timedelta(minutes=30))
     except RuntimeError as error:
         raise UserError(f"cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                        f" ({error}); is the port taken (try another --master_port), or, on several hosts,"
-                        " do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME need to name the network"
-                        " interface?") from error
+                        f" ({error}); is the port taken (try another --master_port), or, on several"
+                        " hosts, does GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME need to name the"
+                        " network interface?") from error
     # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     peers, hook = [None] * dist.get_world_size(), sys.excepthook
@@ -541,11 +541,12 @@ def load_ds_config(settings):
         engine.backward(engine(row).sum())
         engine.step()
     except Exception as error:  # of many types, and all about the file
-        builds = any(word in str(error).lower() for word in ("build", "compil", "cuda", "ninja"))
-        arch = "TORCH_CUDA_ARCH_LIST" in os.environ and "invalid literal" in str(error)
-        hint = ("; unset TORCH_CUDA_ARCH_LIST, which DeepSpeed cannot read" if arch else '; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
-                " ninja and, for a GPU, nvcc" if op and builds else
-                "; --compile needs a C++ compiler and python3-dev" if settings.compile else "")
+        builds, hint = ("build", "compil", "cuda", "ninja", "invalid literal"), ""
+        if op and any(word in str(error).lower() for word in builds):
+            hint = ('; set optimizer.params "torch_adam": true, or install a compiler, python3-dev,'
+                    " ninja and, for a GPU, nvcc, and unset TORCH_CUDA_ARCH_LIST")
+        elif settings.compile:
+            hint = "; --compile needs a C++ compiler and python3-dev"
         raise UserError(f"{path}: {type(error).__name__}: {error}{hint}") from error
     for key in config:
         if key not in rehearsal.read:
