@@ -256,3 +256,9 @@ def test_a_model_without_its_tokenizer_on_text(train, text):
     result = train(model="a/model", data=text)
     assert result.rc == 2 and "--tokenizer" in result.errors[0]
     assert importlib.util.find_spec("comet_ml") is None  # test_config relies on it
+
+
+def test_samples_longer_than_gpt2s(train, tmp_path):
+    """From scratch, positions are made as long as is asked; the export has them."""
+    train(seq_len=2048, max_steps=2, micro_batch=1, grad_accum=1, num_samples=8).ok()
+    assert json.loads((tmp_path / "runs/gpt2/model/config.json").read_text())["n_positions"] == 2048
