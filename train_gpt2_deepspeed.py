@@ -277,7 +277,8 @@ def local_world_size():
 def came_from_outside(kind, error, peers):
     """Whether `error` ends this process without a traceback: Ctrl-C, or a connection that broke.
 
-    Of the latter, one process per host tells. `peers`: the host and the pid of each rank.
+    Of the latter, one process per host tells. `peers`: the host and the pid of each rank. Ranks
+    that ended in consequence may be named as well: the launcher knows which was the first.
     """
     if "gloo/transport" not in str(error):
         return kind is KeyboardInterrupt
@@ -1630,6 +1631,8 @@ def save_checkpoint(engine, settings, run, history, position=None):
         if position:
             (part / f"stream{dist.get_rank()}.json").write_text(json.dumps(position))
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        if "gloo/transport" in str(error):  # another rank has ended
+            raise
         raise fault(error) from error
     dist.barrier()
     note = {"run": run, "samples_per_update": engine.train_batch_size(), "time": time.time(),
