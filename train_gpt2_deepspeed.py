@@ -730,26 +730,28 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
 class TextStream(IterableDataset):
     """A rank's share of `blocks`, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
 
-    `position` is where the stream goes on after this sample. Set it to begin there.
+    `position` is where the stream goes on after this sample. Set it to begin there; each later pass
+    begins at `start`, after what is held out.
     """
 
     def __init__(self, blocks, rank, ranks):
         from datasets.distributed import split_dataset_by_node
 
-        self.blocks, self.position = split_dataset_by_node(blocks, rank, ranks), None
+        self.blocks = split_dataset_by_node(blocks, rank, ranks)
+        self.position = self.start = None
 
     def __iter__(self):
         position = self.position
         while True:
-            blocks, start = copy.deepcopy(self.blocks), position
-            if start:
-                blocks.load_state_dict(start)
+            blocks, begin = copy.deepcopy(self.blocks), position
+            if begin:
+                blocks.load_state_dict(begin)
             for block in blocks:
                 position = blocks.state_dict()
                 yield {"input_ids": block["input_ids"], "position": position}
-            if position is None:
-                raise UserError("--data: too little text for a sample of every process")
-            position = None
+            if position is begin is self.start:  # a whole pass had nothing
+                raise UserError("--data: too little text to stream; leave out --stream")
+            position = self.start
 
 
 def build_stream(settings, seq_len, tokenizer):
@@ -758,7 +760,10 @@ def build_stream(settings, seq_len, tokenizer):
     blocks = load_text_dataset(settings.data, tokenizer, seq_len, stream=True)
     stream = TextStream(blocks, dist.get_rank() % ranks, ranks)
     first = list(itertools.islice(stream, math.ceil(256 / ranks)))
-    stream.position, everyones = first[-1]["position"], [None] * dist.get_world_size()
+    stream.position = stream.start = first[-1]["position"]
+    if stream.start in [sample["position"] for sample in first[:-1]]:  # it began again
+        raise UserError("--data: too little text to stream; leave out --stream")
+    everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, [{"input_ids": sample["input_ids"]} for sample in first])
     return stream, list(itertools.chain(*everyones[:ranks]))
 

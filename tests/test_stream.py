@@ -53,6 +53,19 @@ def test_a_position_goes_on_after_its_sample(gpt2, corpus, files):
         assert following.tolist() == samples[number + 1]["input_ids"].tolist(), number
 
 
+def test_what_is_held_out_is_never_trained_on(gpt2, corpus):
+    """Nor in later passes, and not after a resumption at the end of the text."""
+    settings = gpt2.Settings(data=[corpus(1)], stream=True, max_steps=1, eval_fraction=None)
+    stream, held_out = gpt2.build_datasets(settings, 512, 384, gpt2.load_tokenizer("byte"))
+    held_out = {tuple(sample["input_ids"].tolist()) for sample in held_out}
+    length = sum(1 for _ in stream.blocks) - 256
+    samples = list(itertools.islice(stream, 2 * length + 5))
+    ids = [tuple(sample["input_ids"].tolist()) for sample in samples]
+    assert len(held_out) == 256 and not held_out & set(ids) and ids[length:2 * length] == ids[:length]
+    stream.position = samples[length - 1]["position"]
+    assert tuple(next(iter(stream))["input_ids"].tolist()) == ids[0]
+
+
 def test_the_curve_goes_on(train, corpus):
     """On two ranks, into the second pass over the text; what is held out is the same."""
     options = {"ranks": 2, "data": corpus(2), "tokenizer": "byte", "dtype": "fp32", "seq_len": 64, "num_samples": None,
@@ -70,7 +83,7 @@ def test_the_curve_goes_on(train, corpus):
 
 @pytest.mark.parametrize("text, flags, says", [
     (None, ["--max_steps", 3], "give --data and --max_steps"), ("x" * 9999, [], "give --data and --max_steps"),
-    ("short", ["--max_steps", 3], "too little text"), (b"\xff" * 999, ["--max_steps", 3], "UnicodeDecodeError")])
+    ("short", ["--max_steps", 3], "too little text"), ("a few words\n" * 1500, ["--max_steps", 3], "too little text"), (b"\xff" * 999, ["--max_steps", 3], "UnicodeDecodeError")])
 def test_what_cannot_be_streamed(train, tmp_path, text, flags, says):
     if text:
         (tmp_path / "text.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
