@@ -60,6 +60,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -204,7 +205,7 @@ class Settings:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         for name, good, rule in (
                 ("eval_fraction", (self.eval_fraction or 0) < 1, "must lie between 0 and 1"),
-                ("compare", self.compare is None or not self.plan, "or --plan: one of them"),
+                ("plan", not self.plan or self.compare is None, "either this or --compare"),
                 ("plan_gpus", self.plan or not self.plan_gpus, "is for a plan: add --plan"),
                 ("seed", self.seed < 2**63, "must be below 2**63"),
                 ("offload", re.fullmatch("none|optimizer|all|nvme:.+", self.offload or "none"),
@@ -215,15 +216,17 @@ class Settings:
                 ("prompt", is_text or not self.prompt, "synthetic data are ids; give --data"),
                 ("stream", not self.stream or (is_text and self.max_steps),
                  "is for text without a known end: give --data and --max_steps"),
+                ("stream", not (self.stream and (self.num_samples or self.eval_fraction)),
+                 "takes neither --num_samples nor --eval_fraction: 256 samples are held out"),
                 ("pipeline_stages", ranks % self.pipeline_stages == 0,
-                 f"does not divide the {ranks} process(es): start a multiple of it"),
+                 f"takes as many processes or a multiple, and there are {ranks}: start more"),
                 ("resume", self.resume in ("never", "auto") or checkpoint_notes(self.resume),
                  "no checkpoint there; give a checkpoints folder, or one checkpoint"),
                 ("output_dir", existing.is_dir() and os.access(existing, os.W_OK),
                  f"cannot write to {existing}")):
             if not good and (first or name not in ("data", "resume", "output_dir")):
                 value = " ".join(self.data) if name == "data" else getattr(self, name)
-                raise UserError(f"--{name} {value}: {rule}")
+                raise UserError(f"--{name}{'' if value is True else f' {value}'}: {rule}")
 
 
 def parse_settings(argv):
@@ -277,21 +280,26 @@ def local_world_size():
 def came_from_outside(kind, error, peers):
     """Whether `error` ends this process without a traceback: Ctrl-C, or a connection that broke.
 
-    Of the latter, one process per host tells. `peers`: the host and the pid of each rank. Ranks
-    that ended in consequence may be named as well: the launcher knows which was the first.
+    Then the first process to wake says which ranks of its host were lost, and ends the others of
+    its launcher. `peers`: the host, the launcher's pid and the pid of each rank.
     """
     if "gloo/transport" not in str(error):
         return kind is KeyboardInterrupt
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, who saw it as well
-    time.sleep(2)  # a process outlasts its connections; and the launcher should see it end first
-    running = {process.pid for process in psutil.process_iter(["status"])
-               if process.info["status"] != psutil.STATUS_ZOMBIE}
-    here = {rank: pid for rank, (host, pid) in enumerate(peers) if host == socket.gethostname()}
-    ended = [f"rank {rank} (process {pid})" for rank, pid in here.items() if pid not in running]
-    if os.getpid() == next(pid for pid in here.values() if pid in running):
-        why = re.sub(r"(?s).*?\.cc:\d+\] |\. .*", "", str(error))
-        Fault(f"lost {', '.join(ended) or 'a rank, which its host or its own line names'} ({why});"
-              " --resume auto continues")
+    deadline, lost = time.monotonic() + 3, []
+    while not lost and time.monotonic() < deadline:  # a process outlasts its connections
+        time.sleep(0.1)
+        running = {process.pid for process in psutil.process_iter(["status"])
+                   if process.info["status"] != psutil.STATUS_ZOMBIE}
+        lost = [f"rank {rank} (process {pid})" for rank, (host, _, pid) in enumerate(peers)
+                if host == socket.gethostname() and pid not in running]
+    time.sleep(2 + dist.get_rank() % 16 / 8)  # the launcher should see the lost one end first
+    why = re.sub(r"(?s).*?\.cc:\d+\] |\. .*", "", str(error))
+    Fault(f"lost {', '.join(lost) or 'a rank, which its host or its own line names'} ({why})")
+    for host, launcher, pid in peers:
+        if (host, launcher) == (socket.gethostname(), os.getppid()) and pid in running - {
+                os.getpid()}:
+            os.kill(pid, signal.SIGKILL)
     return True
 
 
@@ -332,7 +340,7 @@ def init_distributed():
     # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     peers, hook = [None] * dist.get_world_size(), sys.excepthook
-    dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
+    dist.all_gather_object(peers, (socket.gethostname(), os.getppid(), os.getpid()))
     sys.excepthook = lambda *error: came_from_outside(*error[:2], peers) or hook(*error)
     return dist.get_rank(), dist.get_world_size()
 
@@ -425,8 +433,8 @@ def apply_settings(config, settings):
         if zero.get("stage") == 3 and torch.cuda.is_available():
             zero |= {"zero_quantized_gradients": True, "zero_quantized_weights": True}
         elif fp16.get("enabled") or bf16.get("enabled"):
-            raise UserError("--compress_gradients: they travel in 16 bits already; DeepSpeed makes"
-                            " 4 of them at ZeRO stage 3 on GPUs only: --zero_stage 3")
+            raise UserError("--compress_gradients: gradients of fp16 and bf16 travel in 16 bits"
+                            " already; DeepSpeed sends fewer at ZeRO stage 3 on GPUs only")
         else:
             config["communication_data_type"] = "bf16"
 
@@ -477,23 +485,29 @@ JSON_TYPES = {
     dict: "optimizer params scheduler fp16 bf16 zero_optimization offload_optimizer offload_param"
           " tensorboard csv_monitor wandb comet",
     int: "train_micro_batch_size_per_gpu gradient_accumulation_steps stage warmup_num_steps"
-         " total_num_steps",
-    float: "lr eps weight_decay gradient_clipping cos_min_ratio warmup_min_ratio",
-    bool: "enabled torch_adam fused", str: "type", list: "betas"}
+         " total_num_steps initial_scale_power loss_scale_window hysteresis",
+    float: "lr eps weight_decay gradient_clipping cos_min_ratio warmup_min_ratio betas",
+    bool: "enabled torch_adam fused", str: "type warmup_type"}
+JSON_RULES = {
+    "betas": lambda beta: 0 <= beta < 1, "warmup_type": {"linear", "log"}.__contains__,
+    **dict.fromkeys(("total_num_steps", "hysteresis"), lambda count: count > 0),
+    **dict.fromkeys(("cos_min_ratio", "warmup_min_ratio"), lambda ratio: 0 <= ratio <= 1)}
 
 
 def check_types(part, path):
     """Refuse a value in `part` of the JSON that DeepSpeed would accept, or not name by its key."""
-    for key, value in part.items():
+    for key, given in part.items():
         kind = next((kind for kind, keys in JSON_TYPES.items() if key in keys.split()), object)
-        if not isinstance(float(value) if kind is float and type(value) is int else value, kind):
-            raise UserError(f"{path}: {key} must be of type {kind.__name__}, not"
-                            f" {json.dumps(value)}")
-        if kind in (int, float) and value < 0 or key == "warmup_type" and value not in (
-                "linear", "log") or key == "betas" and len(value) != 2:
-            raise UserError(f"{path}: {key} cannot be {json.dumps(value)}")
+        rule = JSON_RULES.get(key, lambda value, kind=kind: kind not in (int, float) or value >= 0)
+        pair = key == "betas" and isinstance(given, list) and len(given) == 2
+        for value in given if pair else [given]:
+            if kind not in (type(value), object) and (type(value), kind) != (int, float):
+                raise UserError(f"{path}: {key} must be of type {kind.__name__}"
+                                f"{', twice' * (key == 'betas')}, not {json.dumps(given)}")
+            if not rule(value):
+                raise UserError(f"{path}: {key} cannot be {json.dumps(given)}")
         if kind is dict:
-            check_types(value, path)
+            check_types(given, path)
 
 
 def load_ds_config(settings):
@@ -680,6 +694,14 @@ def read_text(files):
                 piece = following
 
 
+def unreadable(names, error):
+    """The error for text that cannot be read: `datasets` wraps the cause, which says most."""
+    while error.__cause__:
+        error = error.__cause__
+    return UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
+                     f" column 'text' ({type(error).__name__}: {str(error)[:200]})")
+
+
 def load_text_dataset(names, tokenizer, seq_len, stream=False):
     """Blocks `{"input_ids": int64 (seq_len,)}` of text files, a document each, or of the rows of
     .json(l), .csv or .parquet files or a hub dataset, a document each in the column `text`. As a
@@ -717,27 +739,23 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
         size = 100 if "last" in columns else 1000  # pieces of 16 KiB, or rows, often short
         blocks = documents.map(pack, batched=True, batch_size=size, remove_columns=columns,
                                features=datasets.Features({"input_ids": row}))
-        if stream:
-            next(iter(blocks), None)  # what is wrong shows now
-    except Exception as error:  # datasets wraps what went wrong; the innermost cause says it best
-        while error.__cause__:
-            error = error.__cause__
-        raise UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
-                        f" column 'text' ({type(error).__name__}: {str(error)[:200]})") from error
+    except Exception as error:  # of the hub, of files, of formats: other types in each version
+        raise unreadable(names, error) from error
     return blocks.with_format("torch")
 
 
 class TextStream(IterableDataset):
-    """A rank's share of `blocks`, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
+    """A rank's share of the blocks, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
 
     `position` is where the stream goes on after this sample. Set it to begin there; each later pass
     begins at `start`, after what is held out.
     """
 
-    def __init__(self, blocks, rank, ranks):
+    def __init__(self, names, tokenizer, seq_len, rank, ranks):
         from datasets.distributed import split_dataset_by_node
 
-        self.blocks = split_dataset_by_node(blocks, rank, ranks)
+        blocks = load_text_dataset(names, tokenizer, seq_len, stream=True)
+        self.names, self.blocks = names, split_dataset_by_node(blocks, rank, ranks)
         self.position = self.start = None
 
     def __iter__(self):
@@ -746,9 +764,12 @@ class TextStream(IterableDataset):
             blocks, begin = copy.deepcopy(self.blocks), position
             if begin:
                 blocks.load_state_dict(begin)
-            for block in blocks:
-                position = blocks.state_dict()
-                yield {"input_ids": block["input_ids"], "position": position}
+            try:
+                for block in blocks:
+                    position = blocks.state_dict()
+                    yield {"input_ids": block["input_ids"], "position": position}
+            except Exception as error:  # in the middle of the text, of any type
+                raise unreadable(self.names, error) from error
             if position is begin is self.start:  # a whole pass had nothing
                 raise UserError("--data: too little text to stream; leave out --stream")
             position = self.start
@@ -757,8 +778,7 @@ class TextStream(IterableDataset):
 def build_stream(settings, seq_len, tokenizer):
     """`(training, held_out)`: a `TextStream`, and some 256 samples that come before it."""
     ranks = dist.get_world_size() // settings.pipeline_stages
-    blocks = load_text_dataset(settings.data, tokenizer, seq_len, stream=True)
-    stream = TextStream(blocks, dist.get_rank() % ranks, ranks)
+    stream = TextStream(settings.data, tokenizer, seq_len, dist.get_rank() % ranks, ranks)
     first = list(itertools.islice(stream, math.ceil(256 / ranks)))
     stream.position = stream.start = first[-1]["position"]
     if stream.start in [sample["position"] for sample in first[:-1]]:  # it began again
@@ -870,6 +890,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     offload, offload_all = (zero.get(part, {}).get("device", "none") != "none"
                             for part in ("offload_optimizer", "offload_param"))
     on_gpu = torch.cuda.is_available() or settings.plan_gpus
+    framework = 0.06 if on_gpu else 0.45 if settings.data == ["synthetic"] else 0.54  # `datasets`
     half = any(ds_config[name].get("enabled") for name in ("fp16", "bf16"))
     width, P, b = config.n_embd, parameters / GiB, 2 if half else 4
     tokens = (settings.seq_len or config.n_positions) * ds_config["train_micro_batch_size_per_gpu"]
@@ -887,7 +908,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     lasting_bucket = bucket if stage == 3 or (stage == 1 and accumulate) else 0
     device = {"parameters": (0 if offload_all else b * shard[3]) + gathered
               + (embedding if offload and stage < 3 else 0),
-              "optimizer states": 0 if offload else states, "framework": 0.06 if on_gpu else 0.45}
+              "optimizer states": 0 if offload else states, "framework": framework}
     moments = (  # a backward pass begins, meets the first gradients, ends; the update
         {"activations": layers, "logits and loss": 2 * logits, "gradients": lasting,
          "buckets": lasting_bucket},
@@ -901,7 +922,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     def pinned(size):
         return 2 ** math.ceil(math.log2(size))
 
-    host = {"process": 2.1 if on_gpu else 0.45}
+    host = {"process": 2.1 if on_gpu else framework}
     if settings.model not in (None, *PRESETS):
         host["the model as it is read"] = 4 * P
     if '"nvme"' in json.dumps(zero):
@@ -1185,6 +1206,12 @@ def find_checkpoint(settings):
     return found[0]
 
 
+def checksum(samples):
+    """CRC-32 of the ids of the first 256 `samples`: whether the data are what they were."""
+    first = [samples[index]["input_ids"] for index in range(min(256, len(samples)))]
+    return zlib.crc32(torch.stack(first).numpy().tobytes())
+
+
 def continue_as(note, run, ds_config, ranks):
     """Check that `run` is the training of `note`, and set up `ds_config` to continue it."""
     for name, value in run.items():
@@ -1220,13 +1247,14 @@ if __name__ == "__main__":
            "vocabulary": config.vocab_size, "seq_len": seq_len, "data": settings.data,
            "number of samples": [size, len(held_out)], "seed": settings.seed,
            "pipeline_stages": settings.pipeline_stages,
-           "number of streams": data_ranks if settings.stream else 0}
+           "number of streams (0 without --stream)": data_ranks if settings.stream else 0,
+           "checksum of held-out samples": checksum(held_out)}
     checkpoint, note = find_checkpoint(settings)
     if checkpoint:
         continue_as(note, run, ds_config, data_ranks)
         accumulation = ds_config["gradient_accumulation_steps"]
         if settings.stream:
-            training.position = json.loads(Path(checkpoint, f"stream{rank}.json").read_text())
+            training.position = torch.load(Path(checkpoint, f"stream{rank}.pt"))
 
 # %% [markdown]
 # ## Batches for every rank
@@ -1263,7 +1291,7 @@ def collate(samples):
 
 def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
     """A loader of micro-batches for `rank`, with its number of `updates` per epoch."""
-    sampler, length = None, sys.maxsize  # of a stream
+    sampler, length = None, 1000  # of a stream, which has no epochs
     if not isinstance(dataset, IterableDataset):
         sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
         length = sampler.updates
@@ -1289,14 +1317,21 @@ def init_worker(worker):
 
 def updates(loader, accumulation, begin, end):
     """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, over all epochs."""
+    stream = iter(loader) if isinstance(loader.dataset, IterableDataset) else None
     while begin < end:
         epoch, done = divmod(begin, loader.updates)
-        if isinstance(loader.sampler, UpdateSampler):
+        if stream is None:
             loader.sampler.set_epoch(epoch)
             loader.sampler.start = done * accumulation * loader.batch_size
-        batches, count = iter(loader), min(loader.updates - done, end - begin)
+        batches = iter(loader) if stream is None else stream
+        count = min(loader.updates - done, end - begin)
         for _ in range(count):
-            yield epoch, [next(batches) for _ in range(accumulation)]
+            try:
+                yield epoch, [next(batches) for _ in range(accumulation)]
+            except RuntimeError as error:
+                if "exited unexpectedly" in str(error):  # the loader's process, which said why
+                    sys.exit(UserError.status)
+                raise
         begin += count
 
 # %%
@@ -1309,7 +1344,7 @@ if __name__ == "__main__":
     print0("one update ="
            f" {micro_batch} (micro-batch) x {accumulation} (accumulation) x {data_ranks} ({unit}) ="
            f" {samples} samples = {samples * seq_len:,} tokens\n"
-           f"{min(loader.updates, total_updates)} updates per epoch, {total_updates} in all")
+           f"{loader.updates} updates per epoch, {total_updates} in all")
     ids = next(iter(loader))["input_ids"][0]
     text = tokenizer.decode(ids) if tokenizer else str(ids.tolist())
     print0(f"the first sample: {text[:80]!r}...")
@@ -1634,7 +1669,7 @@ def save_checkpoint(engine, settings, run, history, position=None):
     try:
         engine.save_checkpoint(root, tag=part.name, save_latest=False)
         if position:
-            (part / f"stream{dist.get_rank()}.json").write_text(json.dumps(position))
+            torch.save(position, part / f"stream{dist.get_rank()}.pt")
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
         if "gloo/transport" in str(error):  # another rank has ended
             raise

@@ -51,7 +51,7 @@ def test_the_arguments_of_a_kernel_are_not_ours(gpt2):
     (["--dtype", "int8"], "int8"), (["--log_every", "0"], "at least 1"), (["stray"], "stray"),
     (["--data", "none.txt"], "--data none.txt: no such file as none.txt"), (["--offload", "nvme:"], "--offload nvme:"),
     (["--data", __file__, "nosuch"], "no such file as nosuch"), (["--seed", "9" * 20], "below 2**63"),
-    (["--plan", "--compare"], "--plan: one of them"), (["--stream"], "give --data and --max_steps"),
+    (["--plan", "--compare"], "--plan: either this or --compare"), (["--stream"], "give --data and --max_steps"),
     (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     (["--output_dir", "/dev/null/x"], "--output_dir /dev/null/x: cannot write to /dev/null")])
 def test_bad_flags(gpt2, refused, flags, says):
@@ -145,7 +145,12 @@ def test_other_schedules(gpt2, ds_json, scheduler):
     ({"scheduler.params.warmup_num_steps": -3}, "warmup_num_steps cannot be -3"),
     ({"scheduler.params.warmup_type": "quadratic"}, 'warmup_type cannot be "quadratic"'),
     ({"gradient_clipping": -1}, "gradient_clipping cannot be -1"),
-    ({"optimizer.params.betas": [0.9, 0.95, 0.99]}, "betas cannot be"),
+    ({"optimizer.params.betas": [0.9, 0.95, 0.99]}, "betas must be of type float, twice"),
+    ({"optimizer.params.betas": [0.9, "x"]}, 'betas must be of type float, twice, not [0.9, "x"]'),
+    ({"optimizer.params.betas": [0.9, 1.5]}, "betas cannot be [0.9, 1.5]"),
+    ({"fp16.initial_scale_power": -3}, "initial_scale_power cannot be -3"), ({"fp16.hysteresis": 0}, "hysteresis cannot"),
+    ({"scheduler.params.warmup_min_ratio": 3}, "warmup_min_ratio cannot be 3"),
+    ({"scheduler.params.total_num_steps": 0}, "total_num_steps cannot be 0"),
     ({"train_micro_batch_size_per_gpu": 0}, "icro"), ({"train_micro_batch_size_per_gpu": "auto"}, "auto"),
     ({"train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu"),
     ({"train_batch_size": 31}, "train_batch_size"), ({"gradient_clipping": "x"}, "json"),

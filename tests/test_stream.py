@@ -25,13 +25,12 @@ def corpus(tmp_path, prose):
 @pytest.mark.parametrize("files", [1, 4])
 def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
     """Nothing twice, nothing missing but the rest of a batch of documents, in every pass."""
-    names, tokenizer = [corpus(files)], gpt2.load_tokenizer("byte")
-    blocks = gpt2.load_text_dataset(names, tokenizer, 128, stream=True)
-    expected = sorted(tuple(block["input_ids"].tolist()) for block in blocks)
+    source = [corpus(files)], gpt2.load_tokenizer("byte"), 128
+    expected = sorted(tuple(block["input_ids"].tolist()) for block in gpt2.load_text_dataset(*source, stream=True))
     assert len(expected) > 1000
     shares = []
     for rank in range(2):
-        stream = gpt2.TextStream(blocks, rank, 2)
+        stream = gpt2.TextStream(*source, rank, 2)
         ids = [tuple(sample["input_ids"].tolist()) for sample in itertools.islice(iter(stream), 2 * len(expected))]
         period = ids.index(ids[0], 1)
         assert ids[period:2 * period] == ids[:period]
@@ -41,14 +40,15 @@ def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
 
 
 @pytest.mark.parametrize("files", [1, 4])
-def test_a_position_goes_on_after_its_sample(gpt2, corpus, files):
-    """Also at the last sample of a pass, and through the JSON of a checkpoint."""
-    blocks = gpt2.load_text_dataset([corpus(files)], gpt2.load_tokenizer("byte"), 512, stream=True)
-    length = sum(1 for _ in gpt2.TextStream(blocks, 0, 2).blocks)
-    samples = list(itertools.islice(gpt2.TextStream(blocks, 0, 2), length + 20))
+def test_a_position_goes_on_after_its_sample(gpt2, corpus, files, tmp_path):
+    """Also at the last sample of a pass, and through the file of a checkpoint."""
+    source = [corpus(files)], gpt2.load_tokenizer("byte"), 512, 0, 2
+    length = sum(1 for _ in gpt2.TextStream(*source).blocks)
+    samples = list(itertools.islice(gpt2.TextStream(*source), length + 20))
     for number in (0, 7, length // 2, length - 2, length - 1, length, length + 5):
-        stream = gpt2.TextStream(blocks, 0, 2)
-        stream.position = json.loads(json.dumps(samples[number]["position"]))
+        stream = gpt2.TextStream(*source)
+        gpt2.torch.save(samples[number]["position"], tmp_path / "stream.pt")
+        stream.position = gpt2.torch.load(tmp_path / "stream.pt")
         following = next(iter(stream))["input_ids"]
         assert following.tolist() == samples[number + 1]["input_ids"].tolist(), number
 
@@ -77,13 +77,42 @@ def test_the_curve_goes_on(train, corpus):
     before = [next(line for line in run.out.splitlines() if line.startswith("held out, before")) for run in (whole, parts[0])]
     assert before[0] == before[1] and "a stream of training samples, 256 held out" in whole.out
     options.pop("ranks")
-    alone = train("--stream", "--resume", "auto", output_dir="parts", **options)
-    assert alone.rc == 2 and "number of streams there is 2, that of this run 1" in alone.errors[0]
+    for flags, says in ((["--stream"], "number of streams (0 without --stream) there is 2, that of this run 1"),
+                        ([], "number of samples there is [0, 256]")):
+        alone = train(*flags, "--resume", "auto", output_dir="parts", **options)
+        assert alone.rc == 2 and says in alone.errors[0]
+
+
+def test_a_stream_resumes_past_a_damaged_position(train, tmp_path, corpus):
+    """From the checkpoint before; and not at all on other text of the same name."""
+    options = {"data": corpus(1), "tokenizer": "byte", "num_samples": None, "max_steps": 8, "save_every": 2, "seq_len": 64}
+    train("--stream", stop_after=4, **options).ok()
+    position = tmp_path / "runs/gpt2/checkpoints/global_step4/stream0.pt"
+    damaged = bytearray(position.read_bytes())
+    damaged[200] ^= 0xFF  # within what is pickled
+    position.write_bytes(damaged)
+    resumed = train("--stream", "--resume", "auto", stop_after=0, **options).ok()
+    assert "stream0.pt is damaged" in resumed.out and "continuing after update 2" in resumed.out
+    (tmp_path / "corpus1/0.jsonl").write_text(json.dumps({"text": "something else " * 9999}))
+    other = train("--stream", "--resume", "auto", **options)
+    assert other.rc == 2 and "checksum of held-out samples there is" in other.errors[0]
+
+
+@pytest.mark.parametrize("bad", ['{"text": null}', '{"other": 1}', '{"text": "\xff"}'])
+def test_text_that_goes_bad_on_the_way(train, tmp_path, prose, bad):
+    """One line that names the data and the cause, from the loader's process too; the checkpoint before stays."""
+    lines = [json.dumps({"text": prose[start:start + 99]}) for start in range(0, 300_000, 99)]
+    (tmp_path / "text.jsonl").write_text("\n".join([*lines, bad]), encoding="latin-1")
+    result = train("--stream", data="text.jsonl", tokenizer="byte", max_steps=500, num_samples=None, save_every=5)
+    assert result.rc == 2 and len(result.errors) == 1 and "--data text.jsonl: neither readable" in result.errors[0]
+    assert "Traceback" not in result.err and (tmp_path / "runs/gpt2/checkpoints/latest").exists()
 
 
 @pytest.mark.parametrize("text, flags, says", [
     (None, ["--max_steps", 3], "give --data and --max_steps"), ("x" * 9999, [], "give --data and --max_steps"),
-    ("short", ["--max_steps", 3], "too little text"), ("a few words\n" * 1500, ["--max_steps", 3], "too little text"), (b"\xff" * 999, ["--max_steps", 3], "UnicodeDecodeError")])
+    ("short", ["--max_steps", 3], "too little text"), ("a few words\n" * 1500, ["--max_steps", 3], "too little text"),
+    (b"\xff" * 999, ["--max_steps", 3], "UnicodeDecodeError"),
+    ("x" * 99999, ["--max_steps", 3, "--num_samples", 9], "takes neither --num_samples nor --eval_fraction")])
 def test_what_cannot_be_streamed(train, tmp_path, text, flags, says):
     if text:
         (tmp_path / "text.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
