@@ -77,10 +77,17 @@ from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_lo
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+)
 from transformers.hf_argparser import HfArgumentParser
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # %% [markdown]
 # ## Settings
@@ -1361,6 +1368,11 @@ if __name__ == "__main__":
 # weights at every stage and on any number of ranks.
 
 # %%
+# Under its own name, transformers asks the GPU in each forward pass whether a sample is several that
+# were packed together, and waits for the answer. No mask is wanted: `is_causal` says it all.
+AttentionInterface.register("causal", sdpa_attention_forward)
+
+
 def build_model(config, settings, ds_config):
     """GPT-2 in fp32 on this rank's device; under ZeRO-3 its shards, in the training's precision."""
     unset_hf_deepspeed_config()  # of an earlier run in this kernel
@@ -1368,12 +1380,12 @@ def build_model(config, settings, ds_config):
     sharding = HfDeepSpeedConfig(ds_config) if zero3 else None
     if settings.model in (None, *PRESETS):
         with torch.device(get_accelerator().current_device_name()):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="causal")
         init_weights(model, settings.seed)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                settings.model, config=config, attn_implementation="sdpa", dtype=torch.float32,
+                settings.model, config=config, attn_implementation="causal", dtype=torch.float32,
                 use_safetensors=True)  # a pickle could run code
         except Exception as error:  # of many types, and all about the files
             raise UserError(f"--model {settings.model}: cannot be read ({str(error)[:200]}); it"
@@ -1381,7 +1393,8 @@ def build_model(config, settings, ds_config):
     model.sharding = sharding  # transformers refers to it weakly, and asks again to generate
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    install_chunked_causal_lm_loss(model)
+    if config.vocab_size > 8192:  # for fewer ids, the usual loss is faster
+        install_chunked_causal_lm_loss(model)
     if settings.compile and zero3:
         print0("compile: nothing, since ZeRO-3 gathers weights amid what would be compiled")
     elif settings.compile:
@@ -1491,7 +1504,7 @@ def whole_model(engine):
         return engine.module
     with torch.device(engine.device):
         model = AutoModelForCausalLM.from_config(
-            engine.module.config, attn_implementation="sdpa", dtype=engine.get_data_types()[0])
+            engine.module.config, attn_implementation="causal", dtype=engine.get_data_types()[0])
     install_chunked_causal_lm_loss(model)
     for name, parameter in model.named_parameters():  # one stage has it, the others add 0
         parameter.copy_(engine.module.shards.get(name, torch.zeros(())))
