@@ -49,6 +49,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -310,6 +311,15 @@ def came_from_outside(kind, error, peers):
     return True
 
 
+def leave():
+    """At exit, end what would hold up the process, or abort it and so change its exit status."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the next line
+    for worker in multiprocessing.active_children():  # of a loader, after an error: see init_worker
+        worker.kill()
+    if dist.is_initialized():  # gloo's threads
+        dist.destroy_process_group()
+
+
 def init_distributed():
     """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
     single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
@@ -344,8 +354,7 @@ def init_distributed():
                         f" ({error}); is the port taken (try another --master_port), or, on several"
                         " hosts, does GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME need to name the"
                         " network interface?") from error
-    # Left behind, gloo's threads may abort the process as it ends, and so change its exit status.
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(leave)
     peers, hook = [None] * dist.get_world_size(), sys.excepthook
     dist.all_gather_object(peers, (socket.gethostname(), os.getppid(), os.getpid()))
     sys.excepthook = lambda *error: came_from_outside(*error[:2], peers) or hook(*error)
@@ -701,12 +710,19 @@ def read_text(files):
                 piece = following
 
 
-def unreadable(names, error):
-    """The error for text that cannot be read: `datasets` wraps the cause, which says most."""
-    while error.__cause__:
-        error = error.__cause__
-    return UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
-                     f" column 'text' ({type(error).__name__}: {str(error)[:200]})")
+@contextlib.contextmanager
+def reading(names):
+    """Make a `UserError` of what goes wrong with text, here or in the process of a loader."""
+    try:
+        yield
+    except Exception as error:  # of the hub, of files, of formats: other types in each version
+        while error.__cause__:  # datasets wraps what went wrong; the innermost cause says it best
+            error = error.__cause__
+        kind, text = type(error).__name__, str(error)
+        if text.startswith("Caught"):  # then it has the traceback of the loader's process
+            kind, _, text = text.strip().splitlines()[-1].partition(": ")
+        raise UserError(f"--data {' '.join(names)}: neither readable files nor a hub dataset with a"
+                        f" column 'text' ({kind}: {text[:200]})") from error
 
 
 def load_text_dataset(names, tokenizer, seq_len, stream=False):
@@ -726,7 +742,7 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
         datasets.disable_progress_bars()
     files = find_files(names)
     kinds = {FORMATS.get(Path(path).suffix, "text") for path in files}
-    try:
+    with reading(names):
         if files and not any(map(os.path.getsize, files)):
             raise ValueError("empty")
         if kinds == {"text"}:  # size and time name the cache, so that an edited file is read anew
@@ -746,8 +762,6 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
         size = 100 if "last" in columns else 1000  # pieces of 16 KiB, or rows, often short
         blocks = documents.map(pack, batched=True, batch_size=size, remove_columns=columns,
                                features=datasets.Features({"input_ids": row}))
-    except Exception as error:  # of the hub, of files, of formats: other types in each version
-        raise unreadable(names, error) from error
     return blocks.with_format("torch")
 
 
@@ -771,12 +785,9 @@ class TextStream(IterableDataset):
             blocks, begin = copy.deepcopy(self.blocks), position
             if begin:
                 blocks.load_state_dict(begin)
-            try:
-                for block in blocks:
-                    position = blocks.state_dict()
-                    yield {"input_ids": block["input_ids"], "position": position}
-            except Exception as error:  # in the middle of the text, of any type
-                raise unreadable(self.names, error) from error
+            for block in blocks:
+                position = blocks.state_dict()
+                yield {"input_ids": block["input_ids"], "position": position}
             if position is begin is self.start:  # a whole pass had nothing
                 raise UserError("--data: too little text to stream; leave out --stream")
             position = self.start
@@ -786,7 +797,8 @@ def build_stream(settings, seq_len, tokenizer):
     """`(training, held_out)`: a `TextStream`, and some 256 samples that come before it."""
     ranks = dist.get_world_size() // settings.pipeline_stages
     stream = TextStream(settings.data, tokenizer, seq_len, dist.get_rank() % ranks, ranks)
-    first = list(itertools.islice(stream, math.ceil(256 / ranks)))
+    with reading(settings.data):
+        first = list(itertools.islice(stream, math.ceil(256 / ranks)))
     stream.position = stream.start = first[-1]["position"]
     if stream.start in [sample["position"] for sample in first[:-1]]:  # it began again
         raise UserError("--data: too little text to stream; leave out --stream")
@@ -1333,12 +1345,9 @@ def updates(loader, accumulation, begin, end):
         batches = iter(loader) if stream is None else stream
         count = min(loader.updates - done, end - begin)
         for _ in range(count):
-            try:
-                yield epoch, [next(batches) for _ in range(accumulation)]
-            except RuntimeError as error:
-                if "exited unexpectedly" in str(error):  # the loader's process, which said why
-                    sys.exit(UserError.status)
-                raise
+            with contextlib.nullcontext() if stream is None else reading(loader.dataset.names):
+                micro_batches = [next(batches) for _ in range(accumulation)]
+            yield epoch, micro_batches
         begin += count
 
 # %%
@@ -1368,8 +1377,8 @@ if __name__ == "__main__":
 # weights at every stage and on any number of ranks.
 
 # %%
-# Under its own name, transformers asks the GPU in each forward pass whether a sample is several that
-# were packed together, and waits for the answer. No mask is wanted: `is_causal` says it all.
+# Under its own name, transformers asks the GPU in each forward pass whether samples are packed, and
+# waits for the answer. No mask is wanted: `is_causal` says it all.
 AttentionInterface.register("causal", sdpa_attention_forward)
 
 

@@ -86,7 +86,7 @@ def test_resume(train, tmp_path, ds_json):
 
 
 @pytest.mark.parametrize("ranks, options, says", [
-    (1, {"pipeline_stages": 2}, "--pipeline_stages 2: does not divide the 1 process(es)"),
+    (1, {"pipeline_stages": 2}, "--pipeline_stages 2: takes as many processes"),
     (2, {"pipeline_stages": 2, "zero_stage": 2}, "--pipeline_stages 2: DeepSpeed's pipeline needs ZeRO stage 1, not 2"),
     (2, {"pipeline_stages": 2, "zero_stage": 0}, "ZeRO stage 1, not 0: --zero_stage 1"),
     (3, {"pipeline_stages": 3}, "the model has 2")])

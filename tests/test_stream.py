@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import subprocess
+import sys
 
 import pytest
+from conftest import SCRIPT, Result, clean_environment
 
 
 @pytest.fixture
@@ -119,3 +122,29 @@ def test_what_cannot_be_streamed(train, tmp_path, text, flags, says):
         flags = [*flags, "--data", "text.txt", "--tokenizer", "byte"]
     result = train("--stream", *flags, max_steps=None, num_samples=None)
     assert result.rc == 2 and len(result.errors) == 1 and says in result.errors[0]
+
+
+@pytest.mark.parametrize("fails, status", [("pass", 2), ("raise RuntimeError('in the update')", 1)])
+def test_an_error_beside_the_process_of_a_loader(tmp_path, prose, fails, status):
+    """As on a GPU, where a process makes the batches: what it finds ends the run with one line, and nothing hangs."""
+    lines = [json.dumps({"text": prose[start:start + 99]}) for start in range(0, 200_000, 99)]
+    (tmp_path / "text.jsonl").write_text("\n".join([*lines, json.dumps({"text": None})]))
+    (tmp_path / "run.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import train_gpt2_deepspeed as gpt2
+gpt2.init_distributed()
+settings = gpt2.Settings(data=["text.jsonl"], stream=True, max_steps=100)
+make = gpt2.DataLoader
+gpt2.DataLoader = lambda *args, **options: make(*args, **options | {{"num_workers": 1, "prefetch_factor": 2}})
+training, _ = gpt2.build_datasets(settings, 128, 384, gpt2.load_tokenizer("byte"))
+for _ in gpt2.updates(gpt2.build_dataloader(training, 8, 4, 1, 0, 0), 4, 0, 100):
+    print("update")
+    {fails}
+""")
+    result = Result(subprocess.run([sys.executable, "run.py"], cwd=tmp_path, env=clean_environment(), text=True,
+                                   capture_output=True, timeout=60))
+    assert result.rc == status and "update" in result.out and "Exception ignored" not in result.err
+    if status == 2:
+        assert len(result.errors) == 1 and "--data text.jsonl: neither readable" in result.errors[0]
+        assert result.out.count("update") > 20 and "Traceback" not in result.err
