@@ -1,4 +1,4 @@
-"""The throughput benchmark, for real but tiny: its rows, its arithmetic, and that its peer is GPT-2."""
+"""The benchmarks, for real but tiny: their rows, their arithmetic, and that throughput's peer is GPT-2."""
 
 import json
 import shutil
@@ -53,3 +53,20 @@ def test_the_peer_is_gpt2(gpt2):
     assert loss.item() == pytest.approx(reference.item(), abs=1e-5)
     for ours, theirs in zip(*(torch.autograd.grad(one, list(model.parameters())) for one in (loss, reference))):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_scaling(tmp_path):
+    """Curves of two processes equal that of one, also of a pipeline, and after a stop on other numbers of processes."""
+    launch(sys.executable, ROOT / "tests/benchmarks/scaling.py", "--models", "nano:4", "--dtype", "fp32", "--num_samples",
+           512, "--rows", "zero_stage=2", "pipeline_stages=2", "offload=x", "--out", tmp_path, cwd=tmp_path).ok()
+    results = json.loads((tmp_path / "scaling.json").read_text())
+    rows = results["models"]["nano"]
+    assert "offload" in rows.pop("offload=x")["error"] and list(rows) == ["one process", "zero_stage=2", "pipeline_stages=2"]
+    for name, row in rows.items():
+        assert len(row["losses"]) == 4 and row["tokens_per_second"] > 0 and row["peak"] > 0.1
+        assert name == "one process" or row["distance"] < 1e-3
+    assert "all_reduce 4.15" in rows["zero_stage=2"]["sent"] and "send" in rows["pipeline_stages=2"]["sent"]
+    resumed = results["resumed on one process and again on all"]
+    assert resumed["distance"] < 1e-3 and resumed["sample"] == resumed["sample of the resumed run"]
+    assert results["Ctrl-C"]["saved"] in ("global_step5", "global_step6") and results["Ctrl-C"]["seconds"] < 60
+    assert "| nano zero_stage=2 |" in (tmp_path / "scaling.md").read_text()
