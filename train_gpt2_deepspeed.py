@@ -506,7 +506,8 @@ JSON_TYPES = {
     bool: "enabled torch_adam fused", str: "type warmup_type"}
 JSON_RULES = {
     "betas": lambda beta: 0 <= beta < 1, "warmup_type": {"linear", "log"}.__contains__,
-    **dict.fromkeys(("total_num_steps", "hysteresis"), lambda count: count > 0),
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "hysteresis",
+                     "total_num_steps", "eps"), lambda value: 0 < value < math.inf),
     **dict.fromkeys(("cos_min_ratio", "warmup_min_ratio"), lambda ratio: 0 <= ratio <= 1)}
 
 
@@ -514,16 +515,19 @@ def check_types(part, path):
     """Refuse a value in `part` of the JSON that DeepSpeed would accept, or not name by its key."""
     for key, given in part.items():
         kind = next((kind for kind, keys in JSON_TYPES.items() if key in keys.split()), object)
-        rule = JSON_RULES.get(key, lambda value, kind=kind: kind not in (int, float) or value >= 0)
-        pair = key == "betas" and isinstance(given, list) and len(given) == 2
-        for value in given if pair else [given]:
+        rule = JSON_RULES.get(key, lambda value, kind=kind: kind not in (int, float)
+                              or 0 <= value < math.inf)
+        values = [given]
+        if key == "betas":
+            values = given if isinstance(given, list) and len(given) == 2 else [None]
+        for value in values:
             if kind not in (type(value), object) and (type(value), kind) != (int, float):
                 raise UserError(f"{path}: {key} must be of type {kind.__name__}"
                                 f"{', twice' * (key == 'betas')}, not {json.dumps(given)}")
             if not rule(value):
                 raise UserError(f"{path}: {key} cannot be {json.dumps(given)}")
         if kind is dict:
-            check_types(given, path)
+            check_types(given, f"{path}: {key}")
 
 
 def load_ds_config(settings):
@@ -680,7 +684,8 @@ class SyntheticTextDataset(Dataset):
 # a second run starts at once. The last blocks are held out.
 #
 # `--stream` stores nothing: each rank tokenizes its share of the files while it trains, in their
-# order, over and over, and a checkpoint notes where. What it reads first is held out.
+# order, over and over, and a checkpoint notes where. What it reads first is held out. If the files
+# are no multiple of the ranks, each rank tokenizes all, and keeps every N-th block.
 #
 # Trap: labels are the input ids. GPT-2 in transformers shifts them; shifted twice, it learns t+2.
 
@@ -732,6 +737,9 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
     import datasets  # here, since it takes a second for which a synthetic run need not wait
 
     def pack(rows):
+        for before, text in zip(["the start", *rows["text"]], rows["text"]):
+            if not isinstance(text, str):
+                raise ValueError(f"a row has the text {text!r}, after {str(before)[:40]!r}")
         ids = tokenizer(rows["text"], add_special_tokens=False)["input_ids"]
         ends = rows.get("last", [True] * len(ids))
         stream = [i for row, end in zip(ids, ends) for i in row + [tokenizer.eos_token_id] * end]
@@ -789,7 +797,8 @@ class TextStream(IterableDataset):
                 position = blocks.state_dict()
                 yield {"input_ids": block["input_ids"], "position": position}
             if position is begin is self.start:  # a whole pass had nothing
-                raise UserError("--data: too little text to stream; leave out --stream")
+                raise UserError("--data: too little text in the share of this process; leave out"
+                                " --stream")
             position = self.start
 
 
@@ -797,11 +806,15 @@ def build_stream(settings, seq_len, tokenizer):
     """`(training, held_out)`: a `TextStream`, and some 256 samples that come before it."""
     ranks = dist.get_world_size() // settings.pipeline_stages
     stream = TextStream(settings.data, tokenizer, seq_len, dist.get_rank() % ranks, ranks)
+    if len(find_files(settings.data)) % ranks:
+        print0("stream: each process tokenizes all of the text and keeps its share, since its"
+               f" files are no multiple of {ranks}")
     with reading(settings.data):
         first = list(itertools.islice(stream, math.ceil(256 / ranks)))
     stream.position = stream.start = first[-1]["position"]
     if stream.start in [sample["position"] for sample in first[:-1]]:  # it began again
-        raise UserError("--data: too little text to stream; leave out --stream")
+        raise UserError("--data: too little text in the share of this process; leave out"
+                        " --stream")
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, [{"input_ids": sample["input_ids"]} for sample in first])
     return stream, list(itertools.chain(*everyones[:ranks]))
@@ -1209,12 +1222,15 @@ def find_checkpoint(settings):
                 note = json.loads(path.read_text())
                 for name, size in (note["run"] and note["files"]).items():
                     file = path.parent / name
-                    if file.stat().st_size != size or (
-                            file.suffix == ".pt" and zipfile.ZipFile(file).testzip()):  # checksums
+                    if file.stat().st_size != size:
                         raise ValueError(f"{name} is damaged")
+                    if file.suffix == ".pt":  # its checksums, and what torch makes of its headers
+                        if zipfile.ZipFile(file).testzip():
+                            raise ValueError(f"{name} is damaged")
+                        torch.load(file, map_location="cpu", mmap=True, weights_only=False)
                 found = [(str(path.parent), note)]
                 break
-            except (OSError, ValueError, LookupError, AttributeError, zipfile.BadZipFile) as error:
+            except Exception as error:  # of damaged files, of any type
                 print0(f"resume: {path.parent} is not whole ({error}); trying the one before")
     dist.broadcast_object_list(found)
     if not auto and not found[0][0]:
@@ -1267,6 +1283,7 @@ if __name__ == "__main__":
            "number of samples": [size, len(held_out)], "seed": settings.seed,
            "pipeline_stages": settings.pipeline_stages,
            "number of streams (0 without --stream)": data_ranks if settings.stream else 0,
+           "size of the files": sum(map(os.path.getsize, find_files(settings.data))),
            "checksum of held-out samples": checksum(held_out)}
     checkpoint, note = find_checkpoint(settings)
     if checkpoint:
@@ -1642,7 +1659,8 @@ def evaluate(engine, dataset, batch_size, bytes_per_token=None):
 def count_bytes_per_token(dataset, tokenizer):
     """Mean number of UTF-8 bytes of text per token, in the first 256 samples."""
     samples = [dataset[index]["input_ids"] for index in range(min(256, len(dataset)))]
-    texts = tokenizer.batch_decode(samples, skip_special_tokens=True)
+    special = torch.tensor(tokenizer.all_special_ids)  # transformers 5.0 skips them ever so slowly
+    texts = [tokenizer.decode(ids[~torch.isin(ids, special)]) for ids in samples]
     return sum(len(text.encode()) for text in texts) / sum(map(len, samples))
 
 # %% [markdown]

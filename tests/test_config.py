@@ -1,6 +1,7 @@
 """Settings and ds_config.json: what is filled in, what is replaced, and what is refused in one line."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -148,6 +149,10 @@ def test_other_schedules(gpt2, ds_json, scheduler):
     ({"optimizer.params.betas": [0.9, 0.95, 0.99]}, "betas must be of type float, twice"),
     ({"optimizer.params.betas": [0.9, "x"]}, 'betas must be of type float, twice, not [0.9, "x"]'),
     ({"optimizer.params.betas": [0.9, 1.5]}, "betas cannot be [0.9, 1.5]"),
+    ({"optimizer.params.betas": 0.9}, "params: betas must be of type float, twice, not 0.9"),
+    ({"optimizer.params.lr": math.inf}, "lr cannot be Infinity"), ({"optimizer.params.eps": 0}, "eps cannot be 0"),
+    ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu cannot be 0"),
+    ({"tensorboard.enabled": 1}, "tensorboard: enabled must be of type bool, not 1"),
     ({"fp16.initial_scale_power": -3}, "initial_scale_power cannot be -3"), ({"fp16.hysteresis": 0}, "hysteresis cannot"),
     ({"scheduler.params.warmup_min_ratio": 3}, "warmup_min_ratio cannot be 3"),
     ({"scheduler.params.total_num_steps": 0}, "total_num_steps cannot be 0"),

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import SCRIPT, Result, clean_environment
@@ -86,29 +87,40 @@ def test_the_curve_goes_on(train, corpus):
         assert alone.rc == 2 and says in alone.errors[0]
 
 
-def test_a_stream_resumes_past_a_damaged_position(train, tmp_path, corpus):
-    """From the checkpoint before; and not at all on other text of the same name."""
+def test_a_stream_resumes_past_a_damaged_position(train, tmp_path, corpus, gpt2):
+    """From the checkpoint before; and not at all on an edited or on other text of the same name."""
     options = {"data": corpus(1), "tokenizer": "byte", "num_samples": None, "max_steps": 8, "save_every": 2, "seq_len": 64}
     train("--stream", stop_after=4, **options).ok()
     position = tmp_path / "runs/gpt2/checkpoints/global_step4/stream0.pt"
-    damaged = bytearray(position.read_bytes())
-    damaged[200] ^= 0xFF  # within what is pickled
-    position.write_bytes(damaged)
+    whole = position.read_bytes()
+    directory = whole.index(b"PK\1\2")
+    settings = gpt2.Settings(resume="auto", output_dir=str(tmp_path / "runs/gpt2"))
+    for place in (29, 200, directory + 9, directory + 10):  # a header, what is pickled, and what zipfile does not check
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        position.write_bytes(damaged)
+        assert Path(gpt2.find_checkpoint(settings)[0]).name == "global_step2", place
     resumed = train("--stream", "--resume", "auto", stop_after=0, **options).ok()
-    assert "stream0.pt is damaged" in resumed.out and "continuing after update 2" in resumed.out
-    (tmp_path / "corpus1/0.jsonl").write_text(json.dumps({"text": "something else " * 9999}))
+    assert "global_step4 is not whole" in resumed.out and "continuing after update 2" in resumed.out
+    with open(tmp_path / "corpus1/0.jsonl", "a") as file:
+        file.write(" ")
+    edited = train("--stream", "--resume", "auto", **options)
+    assert edited.rc == 2 and "size of the files there is" in edited.errors[0]
+    size = (tmp_path / "corpus1/0.jsonl").stat().st_size - 1
+    (tmp_path / "corpus1/0.jsonl").write_text(json.dumps({"text": ("other" * size)[:size - len(json.dumps({"text": ""}))]}))
     other = train("--stream", "--resume", "auto", **options)
     assert other.rc == 2 and "checksum of held-out samples there is" in other.errors[0]
 
 
-@pytest.mark.parametrize("bad", ['{"text": null}', '{"other": 1}', '{"text": "\xff"}'])
-def test_text_that_goes_bad_on_the_way(train, tmp_path, prose, bad):
+@pytest.mark.parametrize("bad, says", [('{"text": null}', "a row has the text None, after '"),
+                                       ('{"other": 1}', "a row has the text None, after '"), ('{"text": "\xff"}', "")])
+def test_text_that_goes_bad_on_the_way(train, tmp_path, prose, bad, says):
     """One line that names the data and the cause, from the loader's process too; the checkpoint before stays."""
     lines = [json.dumps({"text": prose[start:start + 99]}) for start in range(0, 300_000, 99)]
     (tmp_path / "text.jsonl").write_text("\n".join([*lines, bad]), encoding="latin-1")
     result = train("--stream", data="text.jsonl", tokenizer="byte", max_steps=500, num_samples=None, save_every=5)
     assert result.rc == 2 and len(result.errors) == 1 and "--data text.jsonl: neither readable" in result.errors[0]
-    assert "Traceback" not in result.err and (tmp_path / "runs/gpt2/checkpoints/latest").exists()
+    assert says in result.errors[0] and "Traceback" not in result.err and (tmp_path / "runs/gpt2/checkpoints/latest").exists()
 
 
 @pytest.mark.parametrize("text, flags, says", [
