@@ -1690,6 +1690,8 @@ def save_checkpoint(engine, settings, run, history, position=None):
     def remove(*leftovers):
         surplus = [note.parent for note in checkpoint_notes(root)[settings.keep_checkpoints:]]
         for folder in (*surplus, *leftovers):
+            with contextlib.suppress(OSError):  # by this name, what a kill leaves of it is found
+                folder = folder.rename(folder.with_suffix(".old"))
             shutil.rmtree(folder, ignore_errors=True)
 
     def fault(error):
