@@ -777,7 +777,7 @@ class TextStream(IterableDataset):
     """A rank's share of the blocks, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
 
     `position` is where the stream goes on after this sample. Set it to begin there; each later pass
-    begins at `start`, after what is held out.
+    begins at `start`, after what is held out, which is what is read until `start` is set.
     """
 
     def __init__(self, names, tokenizer, seq_len, rank, ranks):
@@ -796,7 +796,7 @@ class TextStream(IterableDataset):
             for block in blocks:
                 position = blocks.state_dict()
                 yield {"input_ids": block["input_ids"], "position": position}
-            if position is begin is self.start:  # a whole pass had nothing
+            if self.start is None or position is begin is self.start:  # all is held out
                 raise UserError("--data: too little text in the share of this process; leave out"
                                 " --stream")
             position = self.start
@@ -812,9 +812,6 @@ def build_stream(settings, seq_len, tokenizer):
     with reading(settings.data):
         first = list(itertools.islice(stream, math.ceil(256 / ranks)))
     stream.position = stream.start = first[-1]["position"]
-    if stream.start in [sample["position"] for sample in first[:-1]]:  # it began again
-        raise UserError("--data: too little text in the share of this process; leave out"
-                        " --stream")
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, [{"input_ids": sample["input_ids"]} for sample in first])
     return stream, list(itertools.chain(*everyones[:ranks]))
