@@ -218,6 +218,7 @@ def work(contender, argv, args, log, scratch, began, pipe):
         os.dup2(file.fileno(), 2)
     os.environ |= dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"), scratch)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's process, as in a run: this one was spawned
     importlib.import_module(IMPORTS.get(contender.rstrip("+"), "train_gpt2_deepspeed"))
     clock = time.time()
     gpt2 = importlib.import_module("train_gpt2_deepspeed")
