@@ -497,37 +497,37 @@ def start_engine(model, parameters, config):
     return engine
 
 
-JSON_TYPES = {
-    dict: "optimizer params scheduler fp16 bf16 zero_optimization offload_optimizer offload_param"
-          " tensorboard csv_monitor wandb comet",
-    int: "train_micro_batch_size_per_gpu gradient_accumulation_steps stage warmup_num_steps"
-         " total_num_steps initial_scale_power loss_scale_window hysteresis",
-    float: "lr eps weight_decay gradient_clipping cos_min_ratio warmup_min_ratio betas",
-    bool: "enabled torch_adam fused", str: "type warmup_type"}
-JSON_RULES = {
-    "betas": lambda beta: 0 <= beta < 1, "warmup_type": {"linear", "log"}.__contains__,
-    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "hysteresis",
-                     "total_num_steps", "eps"), lambda value: 0 < value < math.inf),
-    **dict.fromkeys(("cos_min_ratio", "warmup_min_ratio"), lambda ratio: 0 <= ratio <= 1)}
+def number(least, below=math.inf, kinds=(int, float)):
+    """A check of a value of the JSON: a number, from `least` and under `below`."""
+    return lambda value: type(value) in kinds and least <= value < below
 
 
-def check_types(part, path):
-    """Refuse a value in `part` of the JSON that DeepSpeed would accept, or not name by its key."""
-    for key, given in part.items():
-        kind = next((kind for kind, keys in JSON_TYPES.items() if key in keys.split()), object)
-        rule = JSON_RULES.get(key, lambda value, kind=kind: kind not in (int, float)
-                              or 0 <= value < math.inf)
-        values = [given]
-        if key == "betas":
-            values = given if isinstance(given, list) and len(given) == 2 else [None]
-        for value in values:
-            if kind not in (type(value), object) and (type(value), kind) != (int, float):
-                raise UserError(f"{path}: {key} must be of type {kind.__name__}"
-                                f"{', twice' * (key == 'betas')}, not {json.dumps(given)}")
-            if not rule(value):
-                raise UserError(f"{path}: {key} cannot be {json.dumps(given)}")
-        if kind is dict:
-            check_types(given, f"{path}: {key}")
+JSON_RULES = (  # for values that DeepSpeed would accept, or refuse without naming the key
+    ("must be an object", lambda value: isinstance(value, dict),
+     "optimizer scheduler params fp16 bf16 zero_optimization offload_optimizer offload_param"
+     " tensorboard csv_monitor wandb comet"),
+    ("must be true or false", lambda value: isinstance(value, bool), "enabled torch_adam fused"),
+    ("must be a string", lambda value: isinstance(value, str), "type"),
+    ("must be linear or log", ("linear", "log").__contains__, "warmup_type"),
+    ("must be an integer from 1 on", number(1, kinds=(int,)), "train_micro_batch_size_per_gpu"
+     " gradient_accumulation_steps total_num_steps hysteresis"),
+    ("must be an integer from 0 on", number(0, kinds=(int,)),
+     "stage warmup_num_steps initial_scale_power loss_scale_window"),
+    ("must be a number from 0 on", number(0), "lr weight_decay gradient_clipping"),
+    ("must be a number above 0", number(5e-324), "eps"),
+    ("must be a number from 0 to 1", number(0, 1 + 1e-9), "cos_min_ratio warmup_min_ratio"),
+    ("must be two numbers from 0 to below 1", lambda value: isinstance(value, list)
+     and len(value) == 2 and all(map(number(0, 1), value)), "betas"))
+
+
+def check_values(part, path):
+    """Refuse what breaks `JSON_RULES` in `part` of the JSON, at `path`."""
+    for key, value in part.items():
+        for rule, holds, keys in JSON_RULES:
+            if key in keys.split() and not holds(value):
+                raise UserError(f"{path}: {key} {rule}, not {json.dumps(value)}")
+        if isinstance(value, dict):
+            check_values(value, f"{path}: {key}")
 
 
 def load_ds_config(settings):
@@ -542,7 +542,7 @@ def load_ds_config(settings):
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
-    check_types(config, path)
+    check_values(config, path)
     apply_settings(config, settings)
     if settings.compress_gradients and dist.get_world_size() == 1:
         print0("compress_gradients: nothing, since one process sends no gradients")
