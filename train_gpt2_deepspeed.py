@@ -76,7 +76,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
 from torch import distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tqdm.auto import tqdm
 from transformers import (
     AttentionInterface,
@@ -1299,21 +1299,26 @@ if __name__ == "__main__":
 # epoch spill into the first update of the next.
 
 # %%
-class UpdateSampler(DistributedSampler):
-    """A rank's sample indices of an epoch: whole updates, from sample `start` on (to resume)."""
+class UpdateSampler(Sampler):
+    """A rank's micro-batches of indices, of the updates `begin` to `end` - 1, over all epochs.
 
-    def __init__(self, dataset, per_update, ranks, rank, seed):
-        super().__init__(dataset, ranks, rank, seed=seed, drop_last=True)
-        self.updates = len(dataset) // (per_update * ranks)
-        self.start, self.stop = 0, self.updates * per_update
+    `updates` is their number in an epoch of `size` samples, whose rest is left out.
+    """
 
-    def __iter__(self):  # as in torch, which makes a list: 44 bytes for each sample
-        random = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=random).numpy()
-        return map(int, order[self.rank::self.num_replicas][self.start:self.stop])
+    def __init__(self, size, micro_batch, accumulation, ranks, rank, seed):
+        self.size, self.shape, self.seed = size, (accumulation, micro_batch), seed
+        self.share = slice(rank, None, ranks)
+        self.updates = size // (micro_batch * accumulation * ranks)
+        self.begin, self.end = 0, self.updates
 
-    def __len__(self):
-        return self.stop - self.start
+    def __iter__(self):
+        for epoch in range(self.begin // self.updates, math.ceil(self.end / self.updates)):
+            random = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.size, generator=random).numpy()[self.share]
+            first, per_update = epoch * self.updates, math.prod(self.shape)
+            for update in range(max(self.begin, first), min(self.end, first + self.updates)):
+                start = (update - first) * per_update
+                yield from order[start:start + per_update].reshape(self.shape).tolist()
 
 
 def collate(samples):
@@ -1324,19 +1329,19 @@ def collate(samples):
 
 def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
     """A loader of micro-batches for `rank`, with its number of `updates` per epoch."""
-    sampler, length = None, 1000  # of a stream, which has no epochs
-    if not isinstance(dataset, IterableDataset):
-        sampler = UpdateSampler(dataset, micro_batch * accumulation, ranks, rank, seed)
-        length = sampler.updates
-    if not length:
-        raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation}"
-                        f" (accumulation) x {ranks} (processes) samples, and the data has"
-                        f" {len(dataset)}: lower --micro_batch, --grad_accum, --seq_len")
+    streaming, how = isinstance(dataset, IterableDataset), {"batch_size": micro_batch}
+    if not streaming:
+        sampler = UpdateSampler(len(dataset), micro_batch, accumulation, ranks, rank, seed)
+        how = {"batch_sampler": sampler}
+        if not sampler.updates:
+            raise UserError(f"one update takes {micro_batch} (micro-batch) x {accumulation}"
+                            f" (accumulation) x {ranks} (processes) samples, and the data has"
+                            f" {len(dataset)}: lower --micro_batch, --grad_accum, --seq_len")
     on_gpu = torch.cuda.is_available()  # a process of its own makes batches while the GPU computes
-    loader = DataLoader(dataset, micro_batch, sampler=sampler, pin_memory=on_gpu,
-                        num_workers=int(on_gpu), worker_init_fn=init_worker, collate_fn=collate,
+    loader = DataLoader(dataset, **how, pin_memory=on_gpu, num_workers=int(on_gpu),
+                        worker_init_fn=init_worker, collate_fn=collate,
                         prefetch_factor=2 * accumulation if on_gpu else None)
-    loader.updates = length
+    loader.updates = 1000 if streaming else sampler.updates  # a stream has no epochs
     return loader
 
 
@@ -1350,19 +1355,14 @@ def init_worker(worker):
 
 def updates(loader, accumulation, begin, end):
     """Yield `(epoch, micro_batches)` of the updates `begin` to `end` - 1, over all epochs."""
-    stream = iter(loader) if isinstance(loader.dataset, IterableDataset) else None
-    while begin < end:
-        epoch, done = divmod(begin, loader.updates)
-        if stream is None:
-            loader.sampler.set_epoch(epoch)
-            loader.sampler.start = done * accumulation * loader.batch_size
-        batches = iter(loader) if stream is None else stream
-        count = min(loader.updates - done, end - begin)
-        for _ in range(count):
-            with contextlib.nullcontext() if stream is None else reading(loader.dataset.names):
-                micro_batches = [next(batches) for _ in range(accumulation)]
-            yield epoch, micro_batches
-        begin += count
+    streaming = isinstance(loader.dataset, IterableDataset)
+    if not streaming:
+        loader.batch_sampler.begin, loader.batch_sampler.end = begin, end
+    batches = iter(loader)
+    for update in range(begin, end):
+        with reading(loader.dataset.names) if streaming else contextlib.nullcontext():
+            micro_batches = [next(batches) for _ in range(accumulation)]
+        yield update // loader.updates, micro_batches
 
 # %%
 if __name__ == "__main__":

@@ -142,12 +142,12 @@ def test_bytes_per_token(gpt2, byte, tmp_path):
 
 
 def shares(gpt2, size, per_update, ranks, epoch, start=0):
+    """The indices of each rank in an epoch, from the update `start` on."""
     result = []
     for rank in range(ranks):
-        sampler = gpt2.UpdateSampler(range(size), per_update, ranks, rank, seed=7)
-        sampler.set_epoch(epoch)
-        sampler.start = start
-        result.append(list(sampler))
+        sampler = gpt2.UpdateSampler(size, per_update // 2, 2, ranks, rank, seed=7)
+        sampler.begin, sampler.end = epoch * sampler.updates + start, (epoch + 1) * sampler.updates
+        result.append([index for micro_batch in sampler for index in micro_batch])
     return result
 
 
@@ -169,20 +169,23 @@ def test_an_update_sees_the_same_samples_on_any_number_of_ranks(gpt2):
 
 def test_resuming_skips_exactly_what_was_seen(gpt2):
     whole = shares(gpt2, 50, 6, 2, 3)
-    rest = shares(gpt2, 50, 6, 2, 3, start=6)
+    rest = shares(gpt2, 50, 6, 2, 3, start=1)
     assert [share[6:] for share in whole] == rest
 
 
 def test_the_order_is_that_of_torch_without_its_list(gpt2):
     """A list of Python's ints would take 36 bytes per sample and rank."""
-    sampler = gpt2.UpdateSampler(range(300_001), 8, 3, 1, seed=7)
-    sampler.set_epoch(2)
+    sampler = gpt2.UpdateSampler(300_001, 4, 2, 3, 1, seed=7)
+    sampler.begin, sampler.end = 2 * sampler.updates, 3 * sampler.updates
     tracemalloc.start()
     first = next(iter(sampler))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    expected = list(DistributedSampler.__iter__(sampler))
-    assert list(sampler) == expected[:len(sampler)] and first == expected[0] and type(first) is int
+    torchs = DistributedSampler(range(300_001), 3, 1, seed=7, drop_last=True)
+    torchs.set_epoch(2)
+    expected, micro_batches = list(torchs), list(sampler)
+    assert micro_batches[0] == first == expected[:4] and len(micro_batches) == 2 * sampler.updates
+    assert sum(micro_batches, []) == expected[:8 * sampler.updates] and type(first[0]) is int
     assert peak < 100_000
 
 
