@@ -1906,6 +1906,7 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
     pending = None  # the checkpoint that is on its way to the disk
     with noted_signals() as received, ThreadPoolExecutor(1) as writer:
         accumulation = engine.gradient_accumulation_steps()
+        micro_batch = engine.train_micro_batch_size_per_gpu()
         for epoch, micro_batches in updates(loader, accumulation, begin, end):
             lr, skipped = engine.get_lr()[0], engine.skipped_steps
             counting = engine.global_steps == begin and dist.get_world_size() > 1
@@ -1940,7 +1941,7 @@ def train(engine, loader, held_out, settings, run, total_updates, history, bytes
                 logged, clock = step, time.perf_counter()
             pause = time.perf_counter()
             if not stop and (step % (settings.eval_every or per_epoch) == 0 or last):
-                result = evaluate(engine, held_out, loader.batch_size, bytes_per_token)
+                result = evaluate(engine, held_out, micro_batch, bytes_per_token)
                 write(f"held out | step {step:{width}}/{total_updates} | "
                       + " | ".join(f"{name} {value:.4f}" for name, value in result.items()))
                 history["eval"].append((step, result["loss"]))
