@@ -510,9 +510,9 @@ JSON_RULES = (  # for values that DeepSpeed would accept, or refuse without nami
     ("must be a string", lambda value: isinstance(value, str), "type"),
     ("must be linear or log", ("linear", "log").__contains__, "warmup_type"),
     ("must be an integer from 1 on", number(1, kinds=(int,)), "train_micro_batch_size_per_gpu"
-     " gradient_accumulation_steps total_num_steps hysteresis"),
+     " gradient_accumulation_steps total_num_steps hysteresis loss_scale_window"),
     ("must be an integer from 0 on", number(0, kinds=(int,)),
-     "stage warmup_num_steps initial_scale_power loss_scale_window"),
+     "stage warmup_num_steps initial_scale_power"),
     ("must be a number from 0 on", number(0), "lr weight_decay gradient_clipping"),
     ("must be a number above 0", number(5e-324), "eps"),
     ("must be a number from 0 to 1", number(0, 1 + 1e-9), "cos_min_ratio warmup_min_ratio"),
@@ -543,6 +543,9 @@ def load_ds_config(settings):
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
     check_values(config, path)
+    params = config["optimizer"].get("params", {})
+    if "betas" in params:
+        params["betas"] = list(map(float, params["betas"]))  # torch refuses integers
     apply_settings(config, settings)
     if settings.compress_gradients and dist.get_world_size() == 1:
         print0("compress_gradients: nothing, since one process sends no gradients")
@@ -990,7 +993,7 @@ def cheapest_tactic(fits, settings, ds_config):
         if offloads and "offload" not in tactic:
             tactic += " offload=none"
         changed = parse_settings(["", *command_line(settings, tactic)])
-        for size in range(micro_batch, 0, -1):
+        for size in range(min(micro_batch, 2**16), 0, -1):
             if samples % size == 0 and fits(changed, size):
                 tactic += f" micro_batch={size} grad_accum={samples // size}"
                 return re.sub(r"(\w+)=", r"--\1 ", tactic.strip())

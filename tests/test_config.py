@@ -91,6 +91,17 @@ def test_total_batch_instead_of_accumulation(gpt2, ds_json):
     assert load(gpt2, path, grad_accum=2)["gradient_accumulation_steps"] == 2
 
 
+def test_numbers_may_be_written_without_a_point(gpt2, ds_json):
+    """Where torch would refuse them: betas."""
+    config = load(gpt2, ds_json({"optimizer.params.betas": [0, 0.999], "optimizer.params.lr": 1}))
+    assert config["optimizer"]["params"]["betas"] == [0.0, 0.999]
+
+
+def test_an_absurd_batch_is_refused_at_once(train):
+    result = train(micro_batch=10**30, timeout=100)
+    assert result.rc == 2 and len(result.errors) == 1 and "samples, and the data has 256" in result.errors[0]
+
+
 def test_the_users_file_is_not_touched(gpt2, ds_json):
     path = ds_json({"fp16.enabled": True})
     before = path.read_bytes()
@@ -149,6 +160,7 @@ def test_other_schedules(gpt2, ds_json, scheduler):
     ({"optimizer.params.betas": [0.9, 0.95, 0.99]}, "betas must be two numbers"),
     ({"optimizer.params.betas": [0.9, "x"]}, 'betas must be two numbers from 0 to below 1, not [0.9, "x"]'),
     ({"optimizer.params.betas": [0.9, 1.5]}, "from 0 to below 1, not [0.9, 1.5]"),
+    ({"fp16.loss_scale_window": 0}, "loss_scale_window must be an integer from 1 on, not 0"),
     ({"optimizer.params.betas": 0.9}, "params: betas must be two numbers from 0 to below 1, not 0.9"),
     ({"optimizer.params.lr": math.inf}, "lr must be a number from 0 on, not Infinity"), ({"optimizer.params.eps": 0}, "eps must be a number above 0, not 0"),
     ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu must be an integer from 1 on, not 0"),
