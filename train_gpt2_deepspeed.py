@@ -777,39 +777,47 @@ def load_text_dataset(names, tokenizer, seq_len, stream=False):
 
 
 class TextStream(IterableDataset):
-    """The `blocks` of a stream of `datasets`: `{"input_ids": int64 (seq_len,), "position"}`.
+    """A rank's share of the blocks, over and over: `{"input_ids": int64 (seq_len,), "position"}`.
 
-    `position` is where the stream goes on after this sample. Set it to begin there.
+    `position` is where the stream goes on after this sample. Set it to begin there; each later pass
+    begins at `start`, after what is held out, which is what is read until `start` is set.
     """
 
-    def __init__(self, blocks, names):
-        self.blocks, self.names, self.position = blocks, names, None
+    def __init__(self, names, tokenizer, seq_len, rank, ranks):
+        from datasets.distributed import split_dataset_by_node
+
+        blocks = load_text_dataset(names, tokenizer, seq_len, stream=True)
+        self.names, self.blocks = names, split_dataset_by_node(blocks, rank, ranks)
+        self.position = self.start = None
 
     def __iter__(self):
-        if self.position:
-            self.blocks.load_state_dict(self.position)
-        for block in self.blocks:
-            yield {"input_ids": block["input_ids"], "position": self.blocks.state_dict()}
+        position = self.position
+        while True:
+            blocks, begin = copy.deepcopy(self.blocks), position
+            if begin:
+                blocks.load_state_dict(begin)
+            for block in blocks:
+                position = blocks.state_dict()
+                yield {"input_ids": block["input_ids"], "position": position}
+            if self.start is None or position is begin is self.start:  # all is held out
+                raise UserError("--data: too little text in the share of this process; leave out"
+                                " --stream")
+            position = self.start
 
 
 def build_stream(settings, seq_len, tokenizer):
-    """`(training, held_out)`: a `TextStream` without end, and some 256 samples that it skips."""
-    from datasets.distributed import split_dataset_by_node
-
+    """`(training, held_out)`: a `TextStream`, and some 256 samples that come before it."""
     ranks = dist.get_world_size() // settings.pipeline_stages
-    size, first = math.ceil(256 / ranks), [None] * dist.get_world_size()
+    stream = TextStream(settings.data, tokenizer, seq_len, dist.get_rank() % ranks, ranks)
     if len(find_files(settings.data)) % ranks:
         print0("stream: each process tokenizes all of the text and keeps its share, since its"
                f" files are no multiple of {ranks}")
-    blocks = load_text_dataset(settings.data, tokenizer, seq_len, stream=True)
-    blocks = split_dataset_by_node(blocks, dist.get_rank() % ranks, ranks)
     with reading(settings.data):
-        mine = list(blocks.take(size + 1))
-    if len(mine) <= size:
-        raise UserError("--data: too little text in the share of this process; leave out --stream")
-    dist.all_gather_object(first, mine[:size])
-    training = TextStream(blocks.skip(size).repeat(None), settings.data)
-    return training, list(itertools.chain(*first[:ranks]))
+        first = list(itertools.islice(stream, math.ceil(256 / ranks)))
+    stream.position = stream.start = first[-1]["position"]
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [{"input_ids": sample["input_ids"]} for sample in first])
+    return stream, list(itertools.chain(*everyones[:ranks]))
 
 
 def build_datasets(settings, seq_len, vocab_size, tokenizer):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import SCRIPT, Result, clean_environment
-from datasets.distributed import split_dataset_by_node
 
 
 @pytest.fixture
@@ -27,22 +26,16 @@ def corpus(tmp_path, prose):
     return write
 
 
-def stream_of(gpt2, data, seq_len, rank, ranks):
-    """A rank's share, from its beginning and without end."""
-    blocks = gpt2.load_text_dataset([data], gpt2.load_tokenizer("byte"), seq_len, stream=True)
-    return gpt2.TextStream(split_dataset_by_node(blocks, rank, ranks).repeat(None), [data])
-
-
 @pytest.mark.parametrize("files", [1, 4])
 def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
     """Nothing twice, nothing missing but the rest of a batch of documents, in every pass."""
-    data = corpus(files)
-    expected = gpt2.load_text_dataset([data], gpt2.load_tokenizer("byte"), 128, stream=True)
-    expected = sorted(tuple(block["input_ids"].tolist()) for block in expected)
+    source = [corpus(files)], gpt2.load_tokenizer("byte"), 128
+    expected = sorted(tuple(block["input_ids"].tolist()) for block in gpt2.load_text_dataset(*source, stream=True))
     assert len(expected) > 1000
     shares = []
     for rank in range(2):
-        stream = stream_of(gpt2, data, 128, rank, 2)
+        stream = gpt2.TextStream(*source, rank, 2)
+        stream.start = {}  # nothing is held out
         ids = [tuple(sample["input_ids"].tolist()) for sample in itertools.islice(iter(stream), 2 * len(expected))]
         period = ids.index(ids[0], 1)
         assert ids[period:2 * period] == ids[:period]
@@ -54,17 +47,16 @@ def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
 @pytest.mark.parametrize("files", [1, 4])
 def test_a_position_goes_on_after_its_sample(gpt2, corpus, files, tmp_path):
     """Also at the last sample of a pass, and through the file of a checkpoint."""
-    data = corpus(files)
-    stream = stream_of(gpt2, data, 512, 0, 2)
-    samples = list(itertools.islice(stream, 1200))
-    ids = [sample["input_ids"].tolist() for sample in samples]
-    length = ids.index(ids[0], 1)
+    source = [corpus(files)], gpt2.load_tokenizer("byte"), 512, 0, 2
+    length = sum(1 for _ in gpt2.TextStream(*source).blocks)
+    stream = gpt2.TextStream(*source)
+    stream.start = {}  # nothing is held out
+    samples = list(itertools.islice(stream, length + 20))
     for number in (0, 7, length // 2, length - 2, length - 1, length, length + 5):
         gpt2.torch.save(samples[number]["position"], tmp_path / "stream.pt")
-        stream = stream_of(gpt2, data, 512, 0, 2)
         stream.position = gpt2.torch.load(tmp_path / "stream.pt")
-        following = [sample["input_ids"].tolist() for sample in itertools.islice(stream, 3)]
-        assert following == ids[number + 1:number + 4], number
+        following = next(iter(stream))["input_ids"]
+        assert following.tolist() == samples[number + 1]["input_ids"].tolist(), number
 
 
 def test_what_is_held_out_is_never_trained_on(gpt2, corpus):
@@ -72,9 +64,9 @@ def test_what_is_held_out_is_never_trained_on(gpt2, corpus):
     settings = gpt2.Settings(data=[corpus(1)], stream=True, max_steps=1, eval_fraction=None)
     stream, held_out = gpt2.build_datasets(settings, 512, 384, gpt2.load_tokenizer("byte"))
     held_out = {tuple(sample["input_ids"].tolist()) for sample in held_out}
-    samples = list(itertools.islice(stream, 2000))
+    length = sum(1 for _ in stream.blocks) - 256
+    samples = list(itertools.islice(stream, 2 * length + 5))
     ids = [tuple(sample["input_ids"].tolist()) for sample in samples]
-    length = ids.index(ids[0], 1)
     assert len(held_out) == 256 and not held_out & set(ids) and ids[length:2 * length] == ids[:length]
     stream.position = samples[length - 1]["position"]
     assert tuple(next(iter(stream))["input_ids"].tolist()) == ids[0]
