@@ -64,7 +64,7 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import deepspeed
 import numpy as np
@@ -75,7 +75,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from torch import distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tqdm.auto import tqdm
 from transformers import (
@@ -273,13 +275,6 @@ if __name__ == "__main__":
 # a compiler). Declared incompatible, it gives way to gloo.
 
 # %%
-def free_port():
-    """A TCP port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def local_world_size():
     """The number of processes on this host, as torchrun or the `deepspeed` launcher tells it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
@@ -323,7 +318,7 @@ def leave():
 def init_distributed():
     """Join the process group (nccl on GPUs, gloo on CPUs), once. Returns (rank, ranks)."""
     single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": free_port()}
+              "MASTER_PORT": get_free_port()}
     if "SLURM_STEP_NUM_TASKS" in os.environ:  # srun itself, without a launcher
         slurm = {name[6:]: value for name, value in os.environ.items() if name[:6] == "SLURM_"}
         first = re.match(r"([^\[,]+)(?:\[(\w+))?", slurm["STEP_NODELIST"])  # gpu[03-07,11],big1
@@ -497,37 +492,32 @@ def start_engine(model, parameters, config):
     return engine
 
 
-def number(least, below=math.inf, kinds=(int, float)):
-    """A check of a value of the JSON: a number, from `least` and under `below`."""
-    return lambda value: type(value) in kinds and least <= value < below
+Beta = Annotated[float, Field(ge=0, lt=1)]
+JSON_TYPES = {  # of values that DeepSpeed would accept wrong, or refuse without naming the key
+    dict: "optimizer scheduler params fp16 bf16 zero_optimization offload_optimizer offload_param"
+          " tensorboard csv_monitor wandb comet",
+    bool: "enabled torch_adam fused", str: "type", Literal["linear", "log"]: "warmup_type",
+    Annotated[int, Field(ge=1)]: "train_micro_batch_size_per_gpu gradient_accumulation_steps"
+                                 " total_num_steps hysteresis loss_scale_window",
+    Annotated[int, Field(ge=0)]: "stage warmup_num_steps initial_scale_power",
+    Annotated[FiniteFloat, Field(ge=0)]: "lr weight_decay gradient_clipping",
+    Annotated[FiniteFloat, Field(gt=0)]: "eps",
+    Annotated[float, Field(ge=0, le=1)]: "cos_min_ratio warmup_min_ratio",
+    Annotated[list[Beta], Field(min_length=2, max_length=2)]: "betas"}
 
 
-JSON_RULES = (  # for values that DeepSpeed would accept, or refuse without naming the key
-    ("must be an object", lambda value: isinstance(value, dict),
-     "optimizer scheduler params fp16 bf16 zero_optimization offload_optimizer offload_param"
-     " tensorboard csv_monitor wandb comet"),
-    ("must be true or false", lambda value: isinstance(value, bool), "enabled torch_adam fused"),
-    ("must be a string", lambda value: isinstance(value, str), "type"),
-    ("must be linear or log", ("linear", "log").__contains__, "warmup_type"),
-    ("must be an integer from 1 on", number(1, kinds=(int,)), "train_micro_batch_size_per_gpu"
-     " gradient_accumulation_steps total_num_steps hysteresis loss_scale_window"),
-    ("must be an integer from 0 on", number(0, kinds=(int,)),
-     "stage warmup_num_steps initial_scale_power"),
-    ("must be a number from 0 on", number(0), "lr weight_decay gradient_clipping"),
-    ("must be a number above 0", number(5e-324), "eps"),
-    ("must be a number from 0 to 1", number(0, 1 + 1e-9), "cos_min_ratio warmup_min_ratio"),
-    ("must be two numbers from 0 to below 1", lambda value: isinstance(value, list)
-     and len(value) == 2 and all(map(number(0, 1), value)), "betas"))
-
-
-def check_values(part, path):
-    """Refuse what breaks `JSON_RULES` in `part` of the JSON, at `path`."""
+def check_types(part, path):
+    """Refuse values in `part` of the JSON that are not of `JSON_TYPES`; make floats of integers."""
+    for kind, keys in JSON_TYPES.items():
+        for key in part.keys() & keys.split():
+            try:
+                part[key] = TypeAdapter(kind).validate_python(part[key], strict=True)
+            except ValidationError as error:
+                raise UserError(f"{path}: {key} cannot be {json.dumps(part[key])}:"
+                                f" {error.errors()[0]['msg']}") from error
     for key, value in part.items():
-        for rule, holds, keys in JSON_RULES:
-            if key in keys.split() and not holds(value):
-                raise UserError(f"{path}: {key} {rule}, not {json.dumps(value)}")
         if isinstance(value, dict):
-            check_values(value, f"{path}: {key}")
+            check_types(value, f"{path}: {key}")
 
 
 def load_ds_config(settings):
@@ -542,10 +532,7 @@ def load_ds_config(settings):
         raise UserError(f"{path}: must be a JSON object that has an optimizer")
     if '"auto"' in json.dumps(config):
         raise UserError(f'{path}: "auto" is for the Hugging Face Trainer; DeepSpeed wants values')
-    check_values(config, path)
-    params = config["optimizer"].get("params", {})
-    if "betas" in params:
-        params["betas"] = list(map(float, params["betas"]))  # torch refuses integers
+    check_types(config, path)
     apply_settings(config, settings)
     if settings.compress_gradients and dist.get_world_size() == 1:
         print0("compress_gradients: nothing, since one process sends no gradients")
@@ -1001,7 +988,7 @@ def cheapest_tactic(fits, settings, ds_config):
         if offloads and "offload" not in tactic:
             tactic += " offload=none"
         changed = parse_settings(["", *command_line(settings, tactic)])
-        for size in range(min(micro_batch, 2**16), 0, -1):
+        for size in range(min(micro_batch, 2**16), 0, -1):  # a larger one fits nowhere
             if samples % size == 0 and fits(changed, size):
                 tactic += f" micro_batch={size} grad_accum={samples // size}"
                 return re.sub(r"(\w+)=", r"--\1 ", tactic.strip())
@@ -1123,7 +1110,7 @@ def compare(settings, ds_config, ranks):
         for name, flags in tqdm(arguments.items(), unit="run"):
             rows[name] = measure([
                 sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
-                "--master_port", str(free_port()), script, *flags, "--output_dir", scratch,
+                "--master_port", str(get_free_port()), script, *flags, "--output_dir", scratch,
                 "--log_every", "1", "--max_steps", "1000", "--save_every", "1000"])
             write_comparison(rows, folder)
     print0((folder / "compare.md").read_text())

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt2_deepspeed.py"
@@ -71,9 +71,7 @@ def launch(*command, cwd, env=None, timeout=600):
 
 def launcher(ranks=1, kind="python"):
     """The command that starts the script on so many ranks, at a port of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = get_free_port()
     return {"python": [sys.executable], "deepspeed": ["deepspeed", "--num_gpus", ranks, "--master_port", port],
             "torchrun": ["torchrun", "--standalone", "--nproc_per_node", ranks]}[kind]
 

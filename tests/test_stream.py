@@ -44,6 +44,21 @@ def test_ranks_share_the_blocks_and_begin_again_at_the_end(gpt2, corpus, files):
     assert files > 1 or sorted(shares) == expected  # of several files, the ranks pack different ones together
 
 
+@pytest.mark.parametrize("files", [1, 2, 3, 4])
+def test_later_passes_begin_after_what_is_held_out(gpt2, corpus, files):
+    """On every rank of two, whether its share is files or every other block; and ranks never see the same."""
+    source, seen = ([corpus(files)], gpt2.load_tokenizer("byte"), 512), []
+    for rank in range(2):
+        whole = [block["input_ids"].tolist() for block in gpt2.TextStream(*source, rank, 2).blocks]
+        stream = gpt2.TextStream(*source, rank, 2)
+        held_out = list(itertools.islice(stream, 128))
+        stream.position = stream.start = held_out[-1]["position"]
+        ids = [sample["input_ids"].tolist() for sample in itertools.islice(stream, 2 * (len(whole) - 128))]
+        assert [sample["input_ids"].tolist() for sample in held_out] == whole[:128] and ids == 2 * whole[128:]
+        seen.append(set(map(tuple, whole)))
+    assert not seen[0] & seen[1]
+
+
 @pytest.mark.parametrize("files", [1, 4])
 def test_a_position_goes_on_after_its_sample(gpt2, corpus, files, tmp_path):
     """Also at the last sample of a pass, and through the file of a checkpoint."""
@@ -72,9 +87,10 @@ def test_what_is_held_out_is_never_trained_on(gpt2, corpus):
     assert tuple(next(iter(stream))["input_ids"].tolist()) == ids[0]
 
 
-def test_the_curve_goes_on(train, corpus):
+@pytest.mark.parametrize("files", [1, 2])
+def test_the_curve_goes_on(train, corpus, files):
     """On two ranks, into the second pass over the text; what is held out is the same."""
-    options = {"ranks": 2, "data": corpus(2), "tokenizer": "byte", "dtype": "fp32", "seq_len": 64, "num_samples": None,
+    options = {"ranks": 2, "data": corpus(files), "tokenizer": "byte", "dtype": "fp32", "seq_len": 64, "num_samples": None,
                "max_steps": 12, "micro_batch": 32}
     whole = train("--stream", output_dir="whole", **options).ok()
     parts = [train("--stream", "--resume", "auto", output_dir="parts", **options | extra).ok()

@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, gpt2, processes, flags, folder):
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", processes, "--master_port",
-                   gpt2.free_port(), ROOT / "train_gpt2_deepspeed.py", *flags, "--output_dir", folder, "--log_every", 1]
+                   gpt2.get_free_port(), ROOT / "train_gpt2_deepspeed.py", *flags, "--output_dir", folder, "--log_every", 1]
         print(" ".join(map(str, command[5:])), flush=True)
         self.pattern, self.lines = gpt2.LOG_LINE, []
         self.process = subprocess.Popen([str(part) for part in command], text=True, start_new_session=True,
