@@ -59,6 +59,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 import zipfile
 import zlib
@@ -74,7 +75,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
+from deepspeed.runtime.chunked_cross_entropy import ChunkedCausalLMLoss, chunked_cross_entropy
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from torch import distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -91,6 +92,7 @@ from transformers.hf_argparser import HfArgumentParser
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import CausalLMOutput
 
 # %% [markdown]
 # ## Settings
@@ -1371,9 +1373,13 @@ if __name__ == "__main__":
 
 # %% [markdown]
 # ## GPT-2
-# Built by transformers, with DeepSpeed's chunked loss: it never makes the fp32 logits (batch, seq,
-# vocabulary), the largest tensor of all. Weight decay is for matrices, told by their dimensions:
-# the list of names that everybody copies misses GPT-2's norms, `ln_1` and `ln_f`.
+# Built by transformers, but for the loss. The logits (tokens, vocabulary) are the largest tensor of
+# all, and their gradient is as large. Here output matrix and loss are one function: it takes the
+# tokens in chunks and makes the gradients along with the loss, so that no more than the logits of
+# one chunk ever exist. Nothing is computed twice.
+#
+# Weight decay is for matrices, told by their dimensions: the list of names that everybody copies
+# misses GPT-2's norms, `ln_1` and `ln_f`.
 #
 # Trap: under ZeRO-3 a model is sharded while it is built, and initialising shards fills empty
 # tensors: the first loss is 170 instead of 7, without a word. `HfDeepSpeedConfig`, kept alive,
@@ -1384,6 +1390,61 @@ if __name__ == "__main__":
 # Under its own name, transformers asks the GPU in each forward pass whether samples are packed, and
 # waits for the answer. No mask is wanted: `is_causal` says it all.
 AttentionInterface.register("causal", sdpa_attention_forward)
+CHUNKS = 8  # of the tokens, in the loss: more take less memory, and more time
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy `()` of the logits `hidden @ weight.T`, which exist a chunk at a time.
+
+    `hidden` `(N, C)`, `weight` `(V, C)`, `targets` int64 `(N,)`, of which -100 does not count. The
+    gradients are made along with it if `learning`, and of the sum, so fp16 can hold them.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, learning):
+        total, of_hidden = 0.0, torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
+        for rows, of_rows, row_targets in zip(*(
+                tensor.chunk(CHUNKS) for tensor in (hidden, of_hidden, targets))):
+            logits = torch.nn.functional.linear(rows, weight).requires_grad_(learning)
+            with torch.set_grad_enabled(learning):
+                loss = chunked_cross_entropy(logits, row_targets, reduction="sum")
+            total += loss.detach()
+            if learning:
+                of_logits, = torch.autograd.grad(loss, logits)
+                torch.mm(of_logits, weight, out=of_rows)
+                of_weight += of_logits.T @ rows
+        count = (targets != -100).sum()
+        ctx.save_for_backward(of_hidden, of_weight, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, scale):  # of the loss: 1 / accumulation, times the loss scale
+        of_hidden, of_weight, count = ctx.saved_tensors
+        scale = scale / count
+        return of_hidden.mul_(scale), of_weight.mul_(scale).to(of_hidden.dtype), None, None
+
+
+def fuse_loss(model):
+    """Make `model(..., labels=...)` compute its loss by `HeadLoss`, and return only that."""
+
+    def head(self, hidden, labels=None):  # in the module of the weight, where ZeRO-3 gathers it
+        if labels is None:
+            return type(self).forward(self, hidden)
+        # The last token has no next one.
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return HeadLoss.apply(hidden.flatten(0, 1), self.weight, targets.flatten(),
+                              torch.is_grad_enabled())
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def loss_or_logits(self, *args, labels=None, **kwargs):
+        if labels is None:
+            return type(self).forward(self, *args, **kwargs)
+        hidden = self.transformer(*args, **kwargs).last_hidden_state
+        return CausalLMOutput(loss=self.lm_head(hidden, labels))
+
+    for module, forward in ((model.lm_head, head), (model, loss_or_logits)):
+        module.forward = types.MethodType(forward, module)  # that a copy of the model copies
 
 
 def build_model(config, settings, ds_config):
@@ -1406,8 +1467,7 @@ def build_model(config, settings, ds_config):
     model.sharding = sharding  # transformers refers to it weakly, and asks again to generate
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.vocab_size > 8192:  # for fewer ids, the usual loss is faster
-        install_chunked_causal_lm_loss(model)
+    fuse_loss(model)
     if settings.compile and zero3:
         print0("compile: nothing, since ZeRO-3 gathers weights amid what would be compiled")
     elif settings.compile:
@@ -1487,7 +1547,7 @@ class Positions(torch.nn.Module):
 @torch.no_grad()  # the copies of the embedding are broadcast, which autograd need not know
 def build_pipeline(model, stages):
     """`model` as a pipeline, of which this process keeps the layers of its stage, as they are."""
-    body, config, loss = model.transformer, model.config, model.loss_function
+    body, config, loss = model.transformer, model.config, ChunkedCausalLMLoss()
     if stages > config.n_layer:
         raise UserError(f"--pipeline_stages {stages}: a stage takes at least one block, and the"
                         f" model has {config.n_layer}: lower it")
@@ -1518,7 +1578,7 @@ def whole_model(engine):
     with torch.device(engine.device):
         model = AutoModelForCausalLM.from_config(
             engine.module.config, attn_implementation="causal", dtype=engine.get_data_types()[0])
-    install_chunked_causal_lm_loss(model)
+    fuse_loss(model)
     for name, parameter in model.named_parameters():  # one stage has it, the others add 0
         parameter.copy_(engine.module.shards.get(name, torch.zeros(())))
         dist.all_reduce(parameter, group=engine.grid.get_pipe_parallel_group())
