@@ -1390,20 +1390,21 @@ if __name__ == "__main__":
 # Under its own name, transformers asks the GPU in each forward pass whether samples are packed, and
 # waits for the answer. No mask is wanted: `is_causal` says it all.
 AttentionInterface.register("causal", sdpa_attention_forward)
-CHUNKS = 8  # of the tokens, in the loss: more take less memory, and more time
+CHUNKS = 4  # of the tokens, in the loss: more take less memory, and more time
 
 
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy `()` of the logits `hidden @ weight.T`, which exist a chunk at a time.
 
     `hidden` `(N, C)`, `weight` `(V, C)`, `targets` int64 `(N,)`, of which -100 does not count. The
-    gradients are made along with it if `learning`, and of the sum, so fp16 can hold them.
+    gradients are made along with it if `learning`.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, learning):
-        total, of_hidden = 0.0, torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
+        total, of_hidden, of_weight = 0.0, torch.empty_like(hidden), torch.zeros_like(weight)
+        # Neither the sum over N tokens (too large) nor the mean (too small) suits fp16.
+        ctx.share = len(hidden) ** -0.5
         for rows, of_rows, row_targets in zip(*(
                 tensor.chunk(CHUNKS) for tensor in (hidden, of_hidden, targets))):
             logits = torch.nn.functional.linear(rows, weight).requires_grad_(learning)
@@ -1413,7 +1414,7 @@ class HeadLoss(torch.autograd.Function):
             if learning:
                 of_logits, = torch.autograd.grad(loss, logits)
                 torch.mm(of_logits, weight, out=of_rows)
-                of_weight += of_logits.T @ rows
+                of_weight.addmm_(of_logits.T, rows, alpha=ctx.share)
         count = (targets != -100).sum()
         ctx.save_for_backward(of_hidden, of_weight, count)
         return total / count
@@ -1422,7 +1423,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, scale):  # of the loss: 1 / accumulation, times the loss scale
         of_hidden, of_weight, count = ctx.saved_tensors
         scale = scale / count
-        return of_hidden.mul_(scale), of_weight.mul_(scale).to(of_hidden.dtype), None, None
+        return of_hidden.mul_(scale), of_weight.mul_(scale / ctx.share), None, None
 
 
 def fuse_loss(model):
