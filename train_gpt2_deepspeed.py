@@ -888,14 +888,18 @@ if __name__ == "__main__":
 #
 # - parameters bP, gradients bP, and AdamW's states 12P (the weights in fp32, two moments). ZeRO
 #   divides by N: stage 1 the states, 2 the gradients too, 3 the parameters too;
-# - activations: 16.2 numbers per token, layer and unit of width; with checkpointing, 1 and one
-#   layer's 16.2. Logits: the vocabulary, per token, and again as much for their gradient;
+# - activations: 16.2 numbers per token, layer and unit of width, compiled 9; with checkpointing, 1
+#   and one layer's 16.2. Logits: the vocabulary, per token of a chunk, and as much for their
+#   gradient; and the gradient of the output matrix;
 # - the buckets, in which gradients travel between processes.
 #
 # They do not all exist at once: the peak is the highest of four moments. Offloading moves states to
 # the host, in pinned memory, which torch rounds up to powers of two: there it may not fit.
 
 # %%
+CHUNKS = 4  # of the tokens, in the loss: more take less memory, and more time
+
+
 def bucket_size(parameters):
     """Elements that travel at once: DeepSpeed's 5e8 would cost most models more than ZeRO saves."""
     return min(parameters, max(50_000_000, parameters // 8), 500_000_000)
@@ -916,7 +920,9 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     width, P, b = config.n_embd, parameters / GiB, 2 if half else 4
     tokens = (settings.seq_len or config.n_positions) * ds_config["train_micro_batch_size_per_gpu"]
     shard = [P / ranks if stage >= least else P for least in range(4)]  # at this stage and above
-    layer, logits = 16.2 * width * tokens * b / GiB, config.vocab_size * tokens * b / GiB
+    compiled = settings.compile and stage < 3
+    layer = (9 if compiled else 16.2) * width * tokens * b / GiB
+    logits = config.vocab_size * math.ceil(tokens / CHUNKS) * b / GiB
     layers = layer * config.n_layer
     if settings.gradient_checkpointing:
         layers = (config.n_layer + 2) * width * tokens * b / GiB
@@ -931,7 +937,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
               + (embedding if offload and stage < 3 else 0),
               "optimizer states": 0 if offload else states, "framework": framework}
     moments = (  # a backward pass begins, meets the first gradients, ends; the update
-        {"activations": layers, "logits and loss": 2 * logits, "gradients": lasting,
+        {"activations": layers, "logits and loss": 2 * logits + embedding, "gradients": lasting,
          "buckets": lasting_bucket},
         {"activations": layers * (1 - bucket / (b * P) if stage == 3 else 1) + layer,
          "gradients": lasting + embedding, "buckets": bucket * (2 if stage == 3 else 1)},
@@ -1337,10 +1343,13 @@ def build_dataloader(dataset, micro_batch, accumulation, ranks, rank, seed):
     return loader
 
 
+# The loader's process is a fork of this one. There, garbage from the GPU, say an earlier engine,
+# would abort when collected.
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+
+
 def init_worker(worker):
-    """In the loader's process, a fork of this one: touch nothing on the GPU, and ignore signals."""
-    gc.freeze()  # garbage of this process, say an earlier engine, would abort there when collected
-    # Ctrl-C reaches it as well, but the update that it feeds goes on.
+    """In the loader's process: ignore Ctrl-C, which reaches it too, as the update goes on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -1390,7 +1399,6 @@ if __name__ == "__main__":
 # Under its own name, transformers asks the GPU in each forward pass whether samples are packed, and
 # waits for the answer. No mask is wanted: `is_causal` says it all.
 AttentionInterface.register("causal", sdpa_attention_forward)
-CHUNKS = 4  # of the tokens, in the loss: more take less memory, and more time
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1415,6 +1423,8 @@ class HeadLoss(torch.autograd.Function):
                 of_logits, = torch.autograd.grad(loss, logits)
                 torch.mm(of_logits, weight, out=of_rows)
                 of_weight.addmm_(of_logits.T, rows, alpha=ctx.share)
+                del of_logits
+            del logits, loss  # before the next chunk, or there would be two
         count = (targets != -100).sum()
         ctx.save_for_backward(of_hidden, of_weight, count)
         return total / count
@@ -1472,6 +1482,9 @@ def build_model(config, settings, ds_config):
     if settings.compile and zero3:
         print0("compile: nothing, since ZeRO-3 gathers weights amid what would be compiled")
     elif settings.compile:
+        # Recompute what takes no matrix product, as GELU does: for 1 % of the speed, a third of the
+        # activations less.
+        torch._functorch.config.activation_memory_budget = 0.9
         for block in model.transformer.h:  # all share what is compiled for the first
             block.compile()
     return model
