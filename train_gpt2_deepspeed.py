@@ -888,8 +888,8 @@ if __name__ == "__main__":
 #
 # - parameters bP, gradients bP, and AdamW's states 12P (the weights in fp32, two moments). ZeRO
 #   divides by N: stage 1 the states, 2 the gradients too, 3 the parameters too;
-# - activations: 16.2 numbers per token, layer and unit of width, compiled 9; with checkpointing, 1
-#   and one layer's 16.2. Logits: the vocabulary, per token of a chunk, and as much for their
+# - activations: 16.2 numbers per token, layer and unit of width, compiled 10; with checkpointing,
+#   1 and one layer's 16.2. Logits: the vocabulary, per token of a chunk, and as much for their
 #   gradient; and the gradient of the output matrix;
 # - the buckets, in which gradients travel between processes.
 #
@@ -921,7 +921,7 @@ def plan_memory(config, settings, ds_config, ranks, parameters):
     tokens = (settings.seq_len or config.n_positions) * ds_config["train_micro_batch_size_per_gpu"]
     shard = [P / ranks if stage >= least else P for least in range(4)]  # at this stage and above
     compiled = settings.compile and stage < 3
-    layer = (9 if compiled else 16.2) * width * tokens * b / GiB
+    layer = (10.1 if compiled else 16.2) * width * tokens * b / GiB
     logits = config.vocab_size * math.ceil(tokens / CHUNKS) * b / GiB
     layers = layer * config.n_layer
     if settings.gradient_checkpointing:
