@@ -76,6 +76,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.chunked_cross_entropy import ChunkedCausalLMLoss, chunked_cross_entropy
+from deepspeed.runtime.zero import parameter_offload
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from torch import distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -494,6 +495,15 @@ def start_engine(model, parameters, config):
     return engine
 
 
+def destroy_engine(engine):
+    """`engine.destroy()`. A ZeRO-3 model DeepSpeed would keep, in a list and in a cache."""
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper and "params_to_release" in str(vars(cache)):
+            cache.cache_clear()
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 JSON_TYPES = {  # of values that DeepSpeed would accept wrong, or refuse without naming the key
     dict: "optimizer scheduler params fp16 bf16 zero_optimization offload_optimizer offload_param"
@@ -582,7 +592,7 @@ def load_ds_config(settings):
     config["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
     config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
     config["zero_optimization"]["stage"] = engine.zero_optimization_stage()
-    engine.destroy()
+    destroy_engine(engine)
     return config
 
 # %%
@@ -1526,8 +1536,9 @@ def parameter_groups(model):
 # %%
 if __name__ == "__main__":
     if globals().get("engine"):  # the cells run again in one kernel
-        globals()["engine"].destroy()
+        destroy_engine(globals()["engine"])
         engine = model = None
+        gc.collect()  # they refer to each other
     model = build_model(config, settings, ds_config)
     print0(f"{count_parameters(model):,} parameters")
     memory_gib("with the model")

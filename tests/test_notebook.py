@@ -51,9 +51,14 @@ def test_the_notebook_of_jupytext(checkout):
 
 
 def test_all_cells_twice_in_one_kernel(checkout):
-    notebook = jupytext.reads(source(), fmt="py:percent")
-    notebook.cells = notebook.cells[2:] + [cell.copy() for cell in notebook.cells[2:]]
-    check(execute(notebook, checkout), checkout, times=2)
+    """First under ZeRO-3, of which nothing may stay in memory."""
+    first, second = (jupytext.reads(source().replace(SMALL, settings), fmt="py:percent").cells[2:]
+                     for settings in (SMALL.replace(")", ", zero_stage=3)"), SMALL))
+    count = 'print("models:", sum(type(each).__name__ == "GPT2LMHeadModel" for each in gc.get_objects()))'
+    notebook = nbformat.v4.new_notebook(cells=[*first, *second, nbformat.v4.new_code_cell(count)])
+    printed = execute(notebook, checkout)
+    check(printed, checkout, times=2)
+    assert "ZeRO-3, " in printed and "ZeRO-1, " in printed and "models: 1\n" in printed
 
 
 def test_pasted_into_one_cell(checkout):
