@@ -67,6 +67,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
+gc.disable()  # it would search the million objects of these modules, again and again: a second
 import deepspeed
 import numpy as np
 import psutil
@@ -94,6 +95,9 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput
+
+gc.freeze()  # nor later
+gc.enable()
 
 # %% [markdown]
 # ## Settings
@@ -316,6 +320,7 @@ def leave():
         worker.kill()
     if dist.is_initialized():  # gloo's threads
         dist.destroy_process_group()
+    gc.freeze()  # else Python would search all for garbage once more
 
 
 def init_distributed():
@@ -499,6 +504,7 @@ def destroy_engine(engine):
     """`engine.destroy()`. A ZeRO-3 model DeepSpeed would keep, in a list and in a cache."""
     engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()
+    gc.unfreeze()  # or it would not be seen
     for cache in gc.get_objects():
         if type(cache) is functools._lru_cache_wrapper and "params_to_release" in str(vars(cache)):
             cache.cache_clear()
@@ -592,7 +598,7 @@ def load_ds_config(settings):
     config["train_micro_batch_size_per_gpu"] = engine.train_micro_batch_size_per_gpu()
     config["gradient_accumulation_steps"] = engine.gradient_accumulation_steps()
     config["zero_optimization"]["stage"] = engine.zero_optimization_stage()
-    destroy_engine(engine)
+    engine.destroy()
     return config
 
 # %%
